@@ -1,0 +1,82 @@
+/* types.h -- the process-private view of one segment, and the only way to reach a record.
+ *
+ * Offsets and counts are copied here at attach and never read from the segment again, so that
+ * damage there cannot move a table. An index that comes from the segment goes through an accessor;
+ * out of range it yields a private sink record and sets `bad`. From then on the journal stores
+ * nothing, and the call that ends finds `bad`, rolls back and marks the segment POISONED. So no
+ * function below the API needs an error path for damage, and none can read out of bounds.
+ */
+#ifndef SHMC_TYPES_H
+#define SHMC_TYPES_H
+#include <stdbool.h>
+#include <string.h>
+#include "layout.h"
+
+struct core {
+    uint8_t *base;
+    uint64_t size;
+    struct header *hdr;
+    struct slot *slots;
+    struct namespace *namespaces;
+    struct region *regions;
+    uint32_t *buckets, *part_buckets;
+    struct chunk *chunks;
+    struct block *blocks;
+    struct hold *holds;
+    struct event_rec *events;
+    uint32_t n_slots, n_namespaces, n_regions, n_buckets, n_part_buckets, n_chunks, n_blocks, n_holds, n_events;
+    uint32_t full_grans, stride_grans, align_shift, policy, capacity_grans;
+    uint64_t arena_bytes;
+    uint64_t seed[2];
+
+    /* of the current lock hold */
+    uint32_t me, me_gen;             /* slot that acts, for events and holds */
+    uint32_t now;                    /* tick of this call, 1/16 s */
+    uint64_t now_ns;
+    uint32_t words, frees, items;    /* budget used: see batch_full */
+    uint32_t wake;                   /* bit 0 memory, bit 1 publication: wake after unlock */
+    uint32_t tx_op;
+    bool bad;
+
+    struct chunk sink_chunk;
+    struct block sink_block;
+    struct hold sink_hold;
+    struct slot sink_slot;
+    struct namespace sink_ns;
+    struct region sink_region;
+};
+
+/* core_bind -- point `c` at the tables of a segment whose header was validated */
+void core_bind(struct core *c, void *base, uint64_t size);
+
+#define ACCESSOR(name, type, table, count, sink)                                     \
+    static inline struct type *name(struct core *c, uint32_t i)                      \
+    {                                                                                \
+        if (__builtin_expect(i < c->count, 1)) return &c->table[i];                  \
+        c->bad = true;                                                               \
+        memset(&c->sink, 0xff, sizeof c->sink);                                      \
+        return &c->sink;                                                             \
+    }
+ACCESSOR(chunk_at, chunk, chunks, n_chunks, sink_chunk)
+ACCESSOR(block_at, block, blocks, n_blocks, sink_block)
+ACCESSOR(hold_at, hold, holds, n_holds, sink_hold)
+ACCESSOR(slot_at, slot, slots, n_slots, sink_slot)
+ACCESSOR(ns_at, namespace, namespaces, n_namespaces, sink_ns)
+ACCESSOR(region_at, region, regions, n_regions, sink_region)
+
+static inline uint32_t chunk_ix(const struct core *c, const struct chunk *k) { return (uint32_t)(k - c->chunks); }
+static inline uint32_t block_ix(const struct core *c, const struct block *b) { return (uint32_t)(b - c->blocks); }
+static inline uint32_t hold_ix(const struct core *c, const struct hold *h) { return (uint32_t)(h - c->holds); }
+
+/* A loop over links states its bound here: a cycle in damaged memory ends, and poisons. */
+static inline bool bounded(struct core *c, uint32_t *n, uint32_t bound)
+{
+    if (++*n <= bound && !c->bad) return true;
+    c->bad = true;
+    return false;
+}
+
+/* An always-on check that a caller's path is sound; failing means damage, never an abort. */
+#define SOUND(c, cond, why) do { if (__builtin_expect(!((cond) && (why)), 0)) (c)->bad = true; } while (0)
+
+#endif
