@@ -23,7 +23,7 @@ def _read(path: str) -> str:
 def version() -> str:
     found = re.search(r'^__version__ = "([^"]+)"$', _read(VERSION_FILE), re.MULTILINE)
     if found is None:
-        raise SystemExit(f"{VERSION_FILE} has no line __version__ = \"...\"")
+        raise SystemExit(f'{VERSION_FILE} has no line __version__ = "..."')
     return found.group(1)
 
 

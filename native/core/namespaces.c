@@ -17,7 +17,7 @@ int namespace_open(struct core *c, const char *name, uint32_t name_len, uint32_t
     struct namespace *n = &c->namespaces[gap];
     tx_begin(c, TX_NAMESPACE);
     memcpy(n->name, name, name_len);                        /* unlogged: unreachable until used */
-    memcpy(n->desc, desc, has_desc ? desc_len : 0);         /* unlogged: as above */
+    if (has_desc && desc_len) memcpy(n->desc, desc, desc_len);   /* unlogged: as above */
     PUT(&n->name_len, name_len);                            /* unlogged: as above */
     PUT(&n->desc_len, has_desc ? desc_len : 0);             /* unlogged: as above */
     tx32(c, &n->parts, parts ? parts : 1);
