@@ -4,8 +4,10 @@
 #include "extents.h"
 #include "policy.h"
 
-/* unlogged: statistics may lose their last increment */
-static void count(struct core *c, enum shmc_stat_ix i) { PUT(&c->hdr->stat[i], c->hdr->stat[i] + 1); }
+static void count(struct core *c, enum shmc_stat_ix i)
+{
+    PUT(&c->hdr->stat[i], c->hdr->stat[i] + 1);   /* unlogged: statistics may lose their last increment */
+}
 
 static void memory_moved(struct core *c)
 {
@@ -329,7 +331,7 @@ static void unlink_stale(struct core *c)
 {
     struct header *h = c->hdr;
     uint32_t hand = h->stale_hand;
-    for (int n = 0, gone = 0; n < STALE_SCAN && gone < DRAIN_PER_CALL && h->stale && !c->bad; n++) {   /* <= 64 looks, 8 removals */
+    for (int n = 0, gone = 0; n < STALE_SCAN && gone < DRAIN_PER_CALL && h->stale && !c->bad; n++) {   /* <= 256 looks, 8 removals */
         if (hand >= c->n_chunks) hand = 0;
         const struct chunk *k = chunk_at(c, hand);
         if ((k->flags & C_LINKED) && k->ns_gen != ns_at(c, k->ns)->gen) {

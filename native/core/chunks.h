@@ -15,7 +15,7 @@
 #include "holds.h"
 #include "index.h"
 
-enum { DRAIN_PER_CALL = 8, STALE_SCAN = 64 };
+enum { DRAIN_PER_CALL = 8, STALE_SCAN = 256 };
 
 /* chunk_complete -- all parts published */
 static inline bool chunk_complete(struct core *c, const struct chunk *k) { return k->published == ns_at(c, k->ns)->parts; }

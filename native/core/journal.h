@@ -57,7 +57,7 @@ static inline void undo_push(struct core *c, const void *p, uint32_t width, uint
 #define TX_SETTER(name, type)                                                        \
     static inline void name(struct core *c, type *p, type v)                         \
     {                                                                                \
-        if (__builtin_expect(c->bad, 0)) return;                                     \
+        if (__builtin_expect(c->bad, 0) || *p == v) return;                          \
         undo_push(c, p, (uint32_t)sizeof *p, (uint64_t)*p);                          \
         if (__builtin_expect(c->bad, 0)) return;                                     \
         PUT(p, v);                                                                   \

@@ -44,11 +44,11 @@ static void hold_begins(struct core *c, uint32_t op)
 {
     struct header *h = c->hdr;
     uint64_t n = h->acquisitions + 1;
-    /* unlogged: diagnosis only. Reading a clock costs as much as the lock, so 1 in 64 is timed. */
-    PUT(&h->acquisitions, n);
-    PUT(&h->holder_slot, c->me);
-    PUT(&h->holder_op, op);
-    PUT(&h->hold_since, (n & SAMPLE_MASK) ? 0 : os_now_ns());
+    /* Reading a clock costs as much as the lock, so 1 hold in 64 is timed. */
+    PUT(&h->acquisitions, n);                                    /* unlogged: diagnosis */
+    PUT(&h->holder_slot, c->me);                                 /* unlogged: diagnosis */
+    PUT(&h->holder_op, op);                                      /* unlogged: diagnosis */
+    PUT(&h->hold_since, (n & SAMPLE_MASK) ? 0 : os_now_ns());    /* unlogged: diagnosis */
     c->words = c->frees = c->items = 0;
 }
 
@@ -99,7 +99,7 @@ int lock_release(struct core *c, uint32_t *wake)
     if (h->hold_since) {
         uint64_t held = os_now_ns() - h->hold_since;
         if (held > h->max_hold_ns) PUT(&h->max_hold_ns, held);   /* unlogged: statistics */
-        PUT(&h->hold_since, 0u);
+        PUT(&h->hold_since, 0u);                                  /* unlogged: diagnosis */
     }
     bool bad = c->bad;
     if (wake) {

@@ -1,0 +1,223 @@
+"""The arena grows and is warmed up: which regions to commit, when, and how far it got.
+
+Regions are claimed under the segment's lock, one at a time, by whichever process is free: so all
+processes of a host commit in parallel, and a dead one's region is taken over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ._commit import commit_region, in_thread, populate_region
+from ._core import ffi, lib, log
+from ._regions import Arena
+from ._sizes import format_size
+from .errors import ShmCacheError, from_status
+
+__all__ = ["Arena", "Committer", "PrefaultState"]
+
+_POLL = 0.005
+_IDLE_POLL = 0.1
+_RETRY_AFTER = 1.0  # no second try sooner after a full tmpfs: each one costs what it reserves
+_REPORT_WITHIN = 10.0
+
+PrefaultMode = Literal["background", "wait", "lazy"]
+
+
+@dataclass(frozen=True)
+class PrefaultState:
+    """How far this process's own mapping is populated."""
+
+    state: Literal["off", "running", "done", "failed"]
+    done: int
+    total: int
+    detail: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.state}: {format_size(self.done)} of {format_size(self.total)}" if self.done else self.state
+        return f"{text} ({self.detail})" if self.detail else text
+
+
+class Committer:
+    """Commits regions on behalf of one attached handle (`shmc *`).
+
+    stop() must come before the handle is detached or freed. Made anew in a forked child.
+    """
+
+    def __init__(self, arena: Arena, handle: Any) -> None:
+        self._arena = arena
+        self._handle = handle
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._workers: list[threading.Thread] = []
+        self._state: Literal["off", "running", "done", "failed"] = "off"
+        self._failure = ""
+        self._retry_at = 0.0
+
+    # ---- growing on demand -------------------------------------------------------------------------
+
+    def ensure_one(self, timeout: float = 1.0) -> bool:
+        """Commits one more region, or waits for one that is being committed.
+
+        True: there is more memory than before, ask again. False: none to be had within the timeout
+        (own work is finished whatever it takes). ShmCacheError when the segment cannot be used.
+        """
+        if time.monotonic() < self._retry_at:
+            return False
+        deadline = time.monotonic() + timeout
+        before = self._arena.ready_bytes()
+        while not self._stop.is_set():
+            status, region = self._claim()
+            if status == lib.SHMC_OK:
+                return self._commit_aside(region)
+            if status != lib.SHMC_PENDING and status != lib.SHMC_E_NOT_FOUND:
+                raise from_status(status, f"committing memory of segment {self._arena.name!r}")
+            if self._arena.ready_bytes() > before:
+                return True
+            if status == lib.SHMC_E_NOT_FOUND or time.monotonic() >= deadline:
+                return False
+            self._stop.wait(_POLL)
+        return False
+
+    def finish_first(self, flags: int) -> None:
+        """Reports region 0, which creation has committed already."""
+        status, region = self._claim()
+        if status == lib.SHMC_OK:
+            self._report(region, region == 0, flags)
+
+    # ---- in the background -----------------------------------------------------------------------
+
+    def background(self) -> None:
+        """Commits all regions, and populates in this process those that others have committed."""
+        if self._thread is None and not self._stop.is_set():
+            self._state = "running"
+            self._thread = in_thread(self._run, "prefault")
+
+    def wait(self) -> bool:
+        """Waits until background() is done, with a progress bar on a terminal. False: it failed."""
+        self.background()
+        thread = self._thread
+        if thread is None:
+            return False
+        if not sys.stderr.isatty():
+            thread.join()
+            return self._state == "done"
+        from tqdm import tqdm  # only here: it costs import time
+
+        total = self._arena.capacity
+        with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=self._arena.name) as bar:
+            while thread.is_alive():
+                thread.join(0.1)
+                bar.update(self._arena.mapped_bytes - bar.n)
+        return self._state == "done"
+
+    def state(self) -> PrefaultState:
+        return PrefaultState(self._state, self._arena.mapped_bytes, self._arena.capacity, self._failure)
+
+    def stop(self) -> None:
+        """Ends all threads of this committer and waits for them: a piece of work, tens of ms."""
+        self._stop.set()
+        for thread in [self._thread, *self._workers]:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+        if self._state == "running":
+            self._state = "off"
+
+    def _run(self) -> None:
+        try:
+            pause = _POLL
+            while not self._stop.is_set():
+                status, region = self._claim()
+                if status == lib.SHMC_OK:
+                    if not self._commit(region):
+                        break
+                    pause = _POLL
+                elif not self._populate_one():
+                    if status != lib.SHMC_PENDING:
+                        break  # none left, or the segment cannot be used
+                    self._stop.wait(pause)
+                    pause = min(2 * pause, _IDLE_POLL)
+            while self._populate_one():
+                pass
+        except (OSError, ShmCacheError) as e:
+            self._fail(str(e))
+        if self._state == "running" and not self._stop.is_set():
+            self._state = "done"
+
+    def _populate_one(self) -> bool:
+        """Populates a committed region that this process has not touched yet; False: there is none."""
+        arena = self._arena
+        region = None if self._stop.is_set() else arena.take_unmapped()
+        if region is None:
+            return False
+        done = False
+        try:
+            done = populate_region(arena, region, self._stop)
+        finally:
+            arena.mapped(region, done)
+        return True
+
+    # ---- one region ------------------------------------------------------------------------------
+
+    def _claim(self) -> tuple[int, int]:
+        out = ffi.new("uint32_t *")
+        status = lib.shmc_region_claim(self._handle, out)
+        return int(status), int(out[0])
+
+    def _commit_aside(self, region: int) -> bool:
+        """In a thread, so that signals reach the caller and not the work; Ctrl-C leaves it running."""
+        result = [False]
+
+        def work() -> None:
+            result[0] = self._commit(region)
+
+        self._workers = [w for w in self._workers if w.is_alive()]
+        worker = in_thread(work, "commit")
+        self._workers.append(worker)
+        worker.join()
+        return result[0]
+
+    def _commit(self, region: int) -> bool:
+        try:
+            flags = commit_region(self._arena, region, self._stop)
+        except OSError as e:
+            self._report(region, False, 0)
+            self._retry_at = time.monotonic() + _RETRY_AFTER
+            full = e.errno in (errno.ENOSPC, errno.ENOMEM)
+            self._fail("shared memory is full" if full else os.strerror(e.errno or 0))
+            return False
+        except BaseException:
+            self._report(region, False, 0)
+            raise
+        if self._state == "failed":
+            self._state = "off"
+        self._failure = ""
+        return self._report(region, True, flags)
+
+    def _report(self, region: int, ok: bool, flags: int) -> bool:
+        """Tells the segment. Tried again while the lock is not to be had: nobody else can report it."""
+        node = max(0, self._arena.region_node(region))
+        deadline = time.monotonic() + _REPORT_WITHIN
+        while True:
+            status = lib.shmc_region_done(self._handle, region, int(ok), flags, node)
+            if status != lib.SHMC_E_LOCK_TIMEOUT or time.monotonic() >= deadline or self._stop.is_set():
+                return ok and status >= 0
+            time.sleep(_POLL)
+
+    def _fail(self, why: str) -> None:
+        if not self._failure:
+            log.warning(
+                "segment %r: growing stopped at %s of %s: %s",
+                self._arena.name,
+                format_size(self._arena.ready_bytes()),
+                format_size(self._arena.capacity),
+                why,
+            )
+        self._failure = why
+        self._state = "failed"

@@ -1,0 +1,135 @@
+"""Committing one region: reserve its pages, ask for huge ones, and touch what is left.
+
+    posix_fallocate    says ENOSPC where a first touch of a sparse file would be a SIGBUS
+    MADV_COLLAPSE      huge pages also where tmpfs is not mounted for them; at once, since it is three
+                       times dearer after populating, and READY regions are never collapsed
+    MADV_POPULATE_WRITE  clears pages, in parallel
+
+Everything goes in pieces, so that a stop is heard. It runs in threads of its own with all signals
+blocked: a signal makes tmpfs throw away the whole of an unfinished fallocate, and the preference for
+a NUMA node belongs to the thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from ._core import ffi, lib
+from ._numa import NO_NODE
+from ._regions import FLAG_HUGE, FLAG_PARTLY_HUGE, HUGE_PAGE, Arena
+
+_RESERVE_PIECE = 256 << 20
+_PIECE = 64 << 20  # 6 to 30 ms: how long a stop may take
+_MAX_THREADS = 4
+
+
+def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
+    """Starts a daemon thread with all signals blocked."""
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        work()
+
+    thread = threading.Thread(target=run, name=f"shmcache-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def commit_region(arena: Arena, i: int, stop: threading.Event) -> int:
+    """Makes region i's memory exist; returns its flags. OSError when there is no room.
+
+    To be called in a thread of in_thread(). After a failure the region is sparse again. A stop ends
+    the work early, but not before the memory is reserved.
+    """
+    node = arena.region_node(i)
+    if node != NO_NODE:
+        lib.shmc_numa_prefer(node)
+    try:
+        _reserve(arena, i)
+        flags = 0 if stop.is_set() else _collapse(arena, i, stop)
+        done = populate_region(arena, i, stop, threads=_threads(), node=node)
+        arena.mapped(i, done)
+        return flags
+    finally:
+        if node != NO_NODE:
+            lib.shmc_numa_prefer(-1)
+
+
+def populate_region(arena: Arena, i: int, stop: threading.Event, *, threads: int = 1, node: int = NO_NODE) -> bool:
+    """Maps region i's pages into this process; False when stopped. OSError where the kernel refuses."""
+    start, length = arena.region_address(i), arena.region_length(i)
+    pieces = [(start + at, min(_PIECE, length - at)) for at in range(0, length, _PIECE)]
+    pieces.reverse()
+    failures: list[int] = []
+
+    def work() -> None:
+        if node != NO_NODE:
+            lib.shmc_numa_prefer(node)
+        while not stop.is_set() and not failures:
+            try:
+                address, size = pieces.pop()
+            except IndexError:
+                return
+            error = lib.shmc_populate(ffi.cast("void *", address), size)
+            if error == -errno.EINVAL:  # a kernel before 5.14: the first use will fault pages in
+                return
+            if error:
+                failures.append(-error)
+
+    helpers = []
+    try:
+        for _ in range(min(threads, len(pieces)) - 1):
+            helpers.append(in_thread(work, "populate"))
+    except RuntimeError:
+        pass  # no more threads to be had: fewer will do
+    work()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        # EFAULT: touching the page would have been a SIGBUS, which is how tmpfs says that it is full
+        number = errno.ENOSPC if failures[0] == errno.EFAULT else failures[0]
+        raise OSError(number, os.strerror(number))
+    return not stop.is_set()
+
+
+def _reserve(arena: Arena, i: int) -> None:
+    fd = arena.open_region(i)
+    if fd is None:
+        return  # the segment was unlinked, but is still in use: populating reserves, page by page
+    length = arena.region_length(i)
+    try:
+        for at in range(0, length, _RESERVE_PIECE):
+            os.posix_fallocate(fd, at, min(_RESERVE_PIECE, length - at))
+    except OSError:
+        with mmap.mmap(fd, length) as sparse_again:
+            sparse_again.madvise(mmap.MADV_REMOVE)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _collapse(arena: Arena, i: int, stop: threading.Event) -> int:
+    start, length = arena.region_address(i), arena.region_length(i)
+    whole = length // HUGE_PAGE * HUGE_PAGE
+    if not arena.want_hugepages or arena.hugepages_refused or not whole or start % HUGE_PAGE:
+        return 0
+    done = 0
+    while done < whole and not stop.is_set():
+        size = min(_PIECE, whole - done)
+        error = lib.shmc_collapse(ffi.cast("void *", start + done), size)
+        if error:
+            arena.hugepages_refused = os.strerror(-error)
+            break
+        done += size
+    if done == length:
+        return FLAG_HUGE
+    return FLAG_PARTLY_HUGE if done else 0
+
+
+def _threads() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))

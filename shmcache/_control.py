@@ -1,0 +1,135 @@
+"""The control segment mapped into this process: what it says, before anybody attaches.
+
+A file is believed only after C has found every table inside it. Reading needs no lock; who writes
+(state, takeover) holds the handshake.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from ._core import ffi, lib
+from .errors import SegmentCorruptError, SegmentMismatchError, ShmCacheError
+
+_FIRST_PAGE = 4096
+_STRAY_WORDS = 4  # what a creator that died at once may have left in the first page: state and pid
+
+
+def own_namespaces() -> tuple[int, int]:
+    """Identities of this process's pid and time namespaces; 0 where the kernel has none."""
+
+    def inode(kind: str) -> int:
+        try:
+            return os.stat(f"/proc/self/ns/{kind}").st_ino
+        except OSError:
+            return 0
+
+    return inode("pid"), inode("time")
+
+
+def unmap(address: int, size: int) -> None:
+    """Gives address space back: for finalizers, which may not refer to what they outlive."""
+    lib.shmc_unmap(ffi.cast("void *", address), size)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """One slot that is in use."""
+
+    pid: int
+    gone: bool  # proven; anything else counts as alive
+
+
+class Control:
+    """A control file of `size` bytes. `status` is what C says of it; 0 or a SHMC_E_* code.
+
+    The mapping ends with the last reference to `base`, and never at interpreter exit, where other
+    threads may still be inside a call. close() ends it at once, for a mapping nobody else was given.
+    """
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        self.size = os.fstat(fd).st_size
+        self.base: Any = ffi.NULL
+        self.geometry: Any = ffi.new("shmc_geometry *")
+        self.identity: Any = ffi.new("shmc_identity *")
+        if self.size == 0:
+            self.status: int = lib.SHMC_E_NOT_READY
+            return
+        self.base = lib.shmc_map(fd, self.size, int(writable))
+        if self.base == ffi.NULL:
+            raise OSError(ffi.errno, f"cannot map {self.size} bytes of a control segment: {os.strerror(ffi.errno)}")
+        self._unmap = weakref.finalize(self.base, unmap, int(ffi.cast("uintptr_t", self.base)), self.size)
+        self._unmap.atexit = False
+        self.revalidate()
+
+    def revalidate(self) -> None:
+        self.status = lib.shmc_validate(self.base, self.size, self.geometry, self.identity)
+        if self.status == lib.SHMC_E_NOT_READY and not self._is_stub():
+            self.status = lib.SHMC_E_NOT_SHMCACHE
+
+    def _is_stub(self) -> bool:
+        """Ours or still empty: someone else's file that merely begins with zeros is not to be taken over."""
+        if self.identity.magic:
+            return True
+        words = memoryview(ffi.buffer(self.base, min(self.size, _FIRST_PAGE)))
+        whole = words[: len(words) & ~3].cast("I")
+        return sum(map(bool, whole)) <= _STRAY_WORDS
+
+    def close(self) -> None:
+        if self.size:
+            self._unmap()
+            self.base, self.size = ffi.NULL, 0
+
+    @property
+    def instance(self) -> int:
+        return int(self.identity.instance)
+
+    @property
+    def state(self) -> int:
+        return int(self.identity.state)
+
+    @property
+    def ephemeral(self) -> bool:
+        return bool(self.geometry.lifetime)
+
+    @property
+    def same_namespaces(self) -> bool:
+        return (int(self.identity.pid_ns), int(self.identity.time_ns)) == own_namespaces()
+
+    def set_state(self, state: int) -> None:
+        lib.shmc_set_state(self.base, state)
+
+    def attached(self) -> list[Attached]:
+        """Slots in use. `gone` is only meaningful inside the segment's own pid namespace."""
+        out, info = [], ffi.new("shmc_slot_info *")
+        for slot in range(self.geometry.max_attachments):
+            if lib.shmc_peek_slot(self.base, self.size, slot, info) or info.state == lib.SHMC_SLOT_FREE:
+                continue
+            verdict = lib.shmc_liveness(info.pid, info.start_time, info.start_stack)
+            out.append(Attached(int(info.pid), verdict == lib.SHMC_GONE))
+        return out
+
+    def error(self, name: str) -> ShmCacheError:
+        """The error for a status that is not 0."""
+        if self.status == lib.SHMC_E_FORMAT:
+            there = ffi.string(self.identity.version).decode("ascii", "replace")
+            return SegmentMismatchError(
+                f"segment {name!r} was made by shmcache {there} (format {self.identity.format}, layout "
+                f"{self.identity.fingerprint:016x}), this is {ffi.string(lib.shmc_version()).decode()} "
+                f"(format {lib.SHMC_FORMAT_VERSION}, layout {lib.shmc_fingerprint():016x})",
+                hint="use the same version everywhere, or another name, or on_incompatible='replace'",
+                code=self.status,
+            )
+        if self.status == lib.SHMC_E_NOT_SHMCACHE:
+            return SegmentCorruptError(
+                f"the file of segment {name!r} was not made by shmcache",
+                hint="use another name, or remove it with shmcache.unlink(name, force=True)",
+                code=self.status,
+            )
+        return SegmentCorruptError(
+            f"segment {name!r} contradicts itself: {self.size} bytes, planned {self.geometry.control_bytes}",
+            code=self.status,
+        )

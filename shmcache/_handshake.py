@@ -1,0 +1,197 @@
+"""The handshake: who may create, attach to or remove the segment of a name; and presence.
+
+Both are OFD locks on the control file. The handshake is a write lock on byte 0, polled, because a
+forked child can keep a dead creator's lock alive and a stopped creator must not hang the others.
+Presence is a read lock on byte 1, one for each attachment through an open() of its own. Whoever holds
+the handshake and finds byte 1 free has proof that nobody is attached, in any pid namespace: to attach
+one needs the handshake first. A dying process counts until its descriptors are closed.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import struct
+import time
+
+from . import _shmfs
+from ._core import lib
+from ._names import control_name, path_of
+from .errors import LockTimeoutError, SegmentPermissionError
+
+_POLL = 0.005
+_PID = struct.Struct("I")
+
+
+class Handshake:
+    """The handshake held on the control file that the name leads to. A context manager."""
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name = name
+        self.fd = fd
+        self.inode = _inode(os.fstat(fd))
+        self._noted = False
+
+    @classmethod
+    def acquire(cls, name: str, deadline: float, *, create_mode: int | None = None) -> Handshake:
+        """Opens (with a mode: creates) the control file and takes the lock.
+
+        FileNotFoundError, SegmentPermissionError, SegmentCorruptError (no regular file) or
+        LockTimeoutError; at least one try is made, whatever the deadline (time.monotonic()).
+        """
+        while True:
+            fd = _open_control(name, create_mode)
+            if fd is None:  # came and went between two calls
+                if time.monotonic() >= deadline:
+                    raise _timed_out(name, 0)
+                continue
+            lib.shmc_guard_fd(fd)
+            try:
+                _check_owner(name, os.fstat(fd))
+                while not _shmfs.try_lock(fd, _shmfs.HANDSHAKE_BYTE, exclusive=True):
+                    if time.monotonic() >= deadline:
+                        raise _timed_out(name, _noted_pid(fd))
+                    time.sleep(_POLL)
+                if names_inode(name, _inode(os.fstat(fd))):
+                    return cls(name, fd)
+                if time.monotonic() >= deadline:
+                    raise _timed_out(name, 0)
+            except BaseException:
+                _close(fd, _shmfs.HANDSHAKE_BYTE)
+                raise
+            _close(fd, _shmfs.HANDSHAKE_BYTE)  # removed while we waited: start over
+
+    def __enter__(self) -> Handshake:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._noted:
+            self._write_pid(0)
+        _close(self.fd, _shmfs.HANDSHAKE_BYTE)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def note_pid(self) -> None:
+        """Writes who holds the handshake into the file. Only for a file with our header in it."""
+        self._noted = True
+        self._write_pid(os.getpid())
+
+    def _write_pid(self, pid: int) -> None:
+        os.pwrite(self.fd, _PID.pack(pid), lib.shmc_handshake_pid_offset())
+
+    def nobody_attached(self) -> bool:
+        """Proof, as long as this handshake is held."""
+        return not _shmfs.is_locked(self.fd, _shmfs.PRESENCE_BYTE)
+
+
+class Presence:
+    """This attachment's mark on the segment that somebody is there. Gone with the process.
+
+    In a forked child it is nobody's: the descriptor was closed at the fork, and close() does nothing.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._pid = os.getpid()
+
+    @classmethod
+    def take(cls, handshake: Handshake) -> Presence:
+        # An open of its own: a lock taken through the handshake's would end with the handshake.
+        fd = _shmfs.open_shm(control_name(handshake.name))
+        lib.shmc_guard_fd(fd)
+        try:
+            if _inode(os.fstat(fd)) != handshake.inode:
+                raise OSError(f"{path_of(control_name(handshake.name))} was replaced by hand while it was opened")
+            if not _shmfs.try_lock(fd, _shmfs.PRESENCE_BYTE, exclusive=False):
+                raise OSError(f"presence on {path_of(control_name(handshake.name))} is locked by somebody else")
+        except BaseException:
+            _close(fd, _shmfs.PRESENCE_BYTE)
+            raise
+        return cls(fd)
+
+    @classmethod
+    def nowhere(cls) -> Presence:
+        """For a segment whose name is gone: nobody can come, so nobody needs to be told."""
+        return cls(None)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None and self._pid == os.getpid():
+            _close(fd, _shmfs.PRESENCE_BYTE)
+
+
+def names_inode(name: str, inode: tuple[int, int]) -> bool:
+    """Whether the name still leads to this file."""
+    try:
+        return _inode(os.lstat(path_of(control_name(name)))) == inode
+    except FileNotFoundError:
+        return False
+
+
+def permission_error(name: str, path: str) -> SegmentPermissionError:
+    """With owner and mode of the file, as far as they can be seen."""
+    try:
+        st = os.lstat(path)
+        try:
+            owner = f"{pwd.getpwuid(st.st_uid).pw_name} (uid {st.st_uid})"
+        except KeyError:
+            owner = f"uid {st.st_uid}"
+        there = f"{path} belongs to {owner}, mode {stat.S_IMODE(st.st_mode):#o}"
+    except OSError as e:
+        there = f"{path}: {e.strerror}"
+    return SegmentPermissionError(
+        f"segment {name!r} cannot be used by uid {os.geteuid()}: {there}",
+        hint="run as its owner, or use another name",
+    )
+
+
+def _open_control(name: str, create_mode: int | None) -> int | None:
+    """None: try again, it vanished or appeared just now."""
+    shm_name = control_name(name)
+    try:
+        return _shmfs.open_shm(shm_name)
+    except FileNotFoundError:
+        if create_mode is None:
+            raise
+    except PermissionError:
+        raise permission_error(name, path_of(shm_name)) from None
+    try:
+        return _shmfs.create_shm(shm_name, create_mode)
+    except FileExistsError:
+        return None
+    except PermissionError:
+        raise permission_error(name, path_of(shm_name)) from None
+
+
+def _check_owner(name: str, st: os.stat_result) -> None:
+    if st.st_uid != os.geteuid():
+        raise permission_error(name, path_of(control_name(name)))
+
+
+def _inode(st: os.stat_result) -> tuple[int, int]:
+    return st.st_dev, st.st_ino
+
+
+def _close(fd: int, byte: int) -> None:
+    """Unlocks first: a child forked between our open and the guard may share the descriptor."""
+    try:
+        _shmfs.unlock(fd, byte)
+    finally:
+        lib.shmc_unguard_fd(fd)
+        os.close(fd)
+
+
+def _noted_pid(fd: int) -> int:
+    raw = os.pread(fd, _PID.size, lib.shmc_handshake_pid_offset())
+    return int(_PID.unpack(raw)[0]) if len(raw) == _PID.size else 0
+
+
+def _timed_out(name: str, pid: int) -> LockTimeoutError:
+    holder = f"pid {pid}" if pid else "a process that left no note"
+    return LockTimeoutError(
+        f"segment {name!r} is being created, attached or removed by {holder}, and the timeout is over",
+        hint=f"if pid {pid} is stopped or hangs, end it" if pid else "try again with a longer timeout",
+    )

@@ -1,0 +1,97 @@
+"""Layers import downwards only: C by includes, Python by imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "native"
+
+# A C file may include headers of a lower number (or its own).
+C_LAYERS = [
+    {"shmcache.h", "linux.h"},
+    {"layout.h"},
+    {"types.h"},
+    {"journal.h"},
+    {"list.h", "lock.h", "events.h", "namespaces.h"},
+    {"extents.h", "index.h", "holds.h", "policy.h"},
+    {"chunks.h"},
+    {"attach.h", "check.h"},
+    {"api.h"},
+]
+C_RANK = {name: rank for rank, names in enumerate(C_LAYERS) for name in names}
+C_ENDS = {"api.c": 9, "api_memory.c": 9, "api_keys.c": 9, "format.c": 8, "snapshot.c": 8}  # no header of their own
+
+
+def includes(path: Path) -> list[str]:
+    return [m.rsplit("/", 1)[-1] for m in re.findall(r'#include "([^"]+)"', path.read_text())]
+
+
+@pytest.mark.parametrize("path", sorted([*NATIVE.rglob("*.c"), *NATIVE.rglob("*.h")]), ids=lambda p: p.name)
+def test_c_includes_go_down(path: Path) -> None:
+    header = path.name.replace(".c", ".h")
+    rank = C_ENDS.get(path.name, C_RANK.get(header))
+    assert rank is not None, f"{path.name} has no layer: add it to C_LAYERS"
+    for name in includes(path):
+        if name != header:
+            assert C_RANK[name] < rank, f"{path.name} includes {name}"
+
+
+def test_only_the_lock_and_the_os_layer_know_the_clock_and_the_kernel() -> None:
+    kernel = re.compile(r"\b(?:open|read|write|mmap|munmap|madvise|syscall|malloc|calloc|free|poll|close)\s*\(")
+    for path in (NATIVE / "core").glob("*.[ch]"):
+        for n, line in enumerate(path.read_text().splitlines(), 1):
+            assert not kernel.search(line.split("/*")[0]), f"{path.name}:{n}: {line.strip()}"
+
+
+# Python modules from the bottom; a module imports only from earlier groups or its own.
+PY_LAYERS = [
+    {"_version", "_auto", "errors", "_shmcore"},
+    {"_sizes", "_names", "_core", "_dtypes", "_formats", "_shmfs", "_space", "_numa"},
+    {"_request", "_control", "_keys", "_meta", "_events", "_stats"},
+    {"_arena", "_commit", "_prefault", "_handshake", "_create", "_listing"},
+    {"_segment"},
+    {"_attachment", "_pending", "_defer", "_allocate"},
+    {"memory", "namespace", "lookup", "reservation", "cache"},
+    {"__init__"},
+]
+PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours imported when `path` is imported or run; not those for type checking only."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(sub)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for sub in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only or not isinstance(node, ast.ImportFrom) or node.level != 1:
+            continue
+        found |= {node.module.split(".")[0]} if node.module else {a.name for a in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "shmcache").glob("*.py")), ids=lambda p: p.name)
+def test_python_imports_go_down(path: Path) -> None:
+    assert path.stem in PY_RANK, f"{path.name} has no layer: add it to PY_LAYERS"
+    for name in imports(path):
+        if name in PY_RANK:
+            assert PY_RANK[name] <= PY_RANK[path.stem], f"{path.name} imports {name}"
+
+
+def test_only_the_core_wrapper_imports_the_compiled_module() -> None:
+    users = {p.stem for p in (ROOT / "shmcache").glob("*.py") if "_shmcore" in imports(p)}
+    assert users == {"_core"}
+
+
+def test_only_the_bottom_knows_posix_names() -> None:
+    users = {p.stem for p in (ROOT / "shmcache").glob("*.py") if re.search(r"^\s*import posix_ipc", p.read_text(), re.M)}
+    assert users == {"_shmfs"}
