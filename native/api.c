@@ -1,5 +1,6 @@
 /* api.c -- handles, owners of holds, attachments, namespaces, looking inside. */
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include "api.h"
 #include "core/check.h"
@@ -21,24 +22,6 @@ static int enter(shmc *h, bool attached)
     return SHMC_OK;
 }
 
-static int lock_and_fence(shmc *h, uint32_t op, uint64_t timeout_ns, bool attached)
-{
-    struct core *c = &h->core;
-    uint64_t now = os_now_coarse();
-    int rc = lock_acquire(c, &h->stuck, op, timeout_ns);
-    if (rc) return rc;
-    c->now_ns = now;
-    c->now = (uint32_t)(now >> 26);
-    c->me = attached ? h->slot : NIL;
-    c->me_gen = h->slot_gen;
-    if (attached && __builtin_expect(!slot_mine(c), 0)) {
-        lock_release(c, NULL);
-        return SHMC_E_STALE;
-    }
-    c->hdr->holder_slot = c->me;        /* unlogged: diagnosis */
-    return SHMC_OK;
-}
-
 static int unlock_and_wake(shmc *h)
 {
     struct header *hdr = h->core.hdr;
@@ -49,6 +32,23 @@ static int unlock_and_wake(shmc *h)
     return rc;
 }
 
+static int lock_and_fence(shmc *h, uint32_t op, uint64_t timeout_ns, bool attached)
+{
+    struct core *c = &h->core;
+    int rc = lock_acquire(c, &h->stuck, op, timeout_ns);
+    if (rc) return rc;
+    uint64_t now = os_now_coarse();      /* vDSO, 5 ns: no system call */
+    c->now_ns = now;
+    c->now = (uint32_t)(now >> 26);
+    c->me = attached ? h->slot : NIL;
+    c->me_gen = h->slot_gen;
+    if (attached && __builtin_expect(!slot_mine(c), 0)) {
+        unlock_and_wake(h);
+        return SHMC_E_STALE;
+    }
+    c->hdr->holder_slot = c->me;        /* unlogged: diagnosis */
+    return SHMC_OK;
+}
 static void push_deferred(shmc *h, shmc_owner *o)
 {
     o->next = __atomic_load_n(&h->deferred, __ATOMIC_RELAXED);
@@ -62,13 +62,38 @@ static void owner_destroy(shmc_owner *o)
     shmc_free(h);
 }
 
+/* Up to the budget of one hold; the rest stays queued. What is empty is freed after the lock. */
 static void release_deferred(shmc *h)
 {
     shmc_owner *o = __atomic_exchange_n(&h->deferred, NULL, __ATOMIC_ACQUIRE);
-    while (o) {                          /* stops at the budget; the rest waits for the next call */
+    while (o && owner_release_locked(h, o) == SHMC_OK) {     /* <= 64 holds; empty owners are none */
         shmc_owner *next = o->next;
-        if (owner_release_locked(h, o) == SHMC_MORE) push_deferred(h, o);
-        else owner_destroy(o);
+        o->next = h->dead;
+        h->dead = o;
+        o = next;
+    }
+    if (!o) return;
+    shmc_owner *none = NULL;
+    if (__atomic_compare_exchange_n(&h->deferred, &none, o, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) return;
+    while (o) {                          /* others queued meanwhile: rare, and once each */
+        shmc_owner *next = o->next;
+        push_deferred(h, o);
+        o = next;
+    }
+}
+
+static shmc_owner *take_dead(shmc *h)
+{
+    shmc_owner *dead = h->dead;
+    h->dead = NULL;
+    return dead;
+}
+
+static void bury(shmc_owner *o)
+{
+    while (o) {
+        shmc_owner *next = o->next;
+        owner_destroy(o);
         o = next;
     }
 }
@@ -89,7 +114,9 @@ int finish(shmc *h, int rc)
 {
     struct core *c = &h->core;
     if (__builtin_expect(c->hdr->drain != NIL || c->hdr->stale, 0) && !c->bad) drain_some(c);
+    shmc_owner *dead = take_dead(h);
     int damage = unlock_and_wake(h);
+    bury(dead);
     leave(h);
     return damage ? damage : rc;
 }
@@ -99,7 +126,13 @@ int breathe(shmc *h, uint32_t op)
     struct core *c = &h->core;
     if (__builtin_expect(c->bad, 0)) { unlock_and_wake(h); return SHMC_E_POISONED; }
     if (c->items < BATCH_ITEMS && c->words < BATCH_WORDS && c->frees < BATCH_FREES) return SHMC_OK;
+    bool awaited = lock_awaited(c->hdr);
+    uint64_t seen = c->hdr->acquisitions;
     int rc = unlock_and_wake(h);
+    if (!rc && awaited) {                /* whom we just woke needs some microseconds to get here: let it win */
+        uint64_t end = os_now_ns() + YIELD_NS;
+        while (__atomic_load_n(&c->hdr->acquisitions, __ATOMIC_RELAXED) == seen && os_now_ns() < end) sched_yield();
+    }
     if (!rc) rc = lock_and_fence(h, op, h->lock_timeout_ns, true);
     return rc;
 }
@@ -110,10 +143,11 @@ int give_up(shmc *h, int rc) { leave(h); return rc; }
 
 shmc *shmc_new(void *base, uint64_t size, uint64_t lock_timeout_ns)
 {
-    if (shmc_validate(base, size, NULL, NULL)) return NULL;
+    shmc_geometry g;
+    if (shmc_validate(base, size, &g, NULL)) return NULL;
     shmc *h = calloc(1, sizeof *h);
     if (!h) return NULL;
-    core_bind(&h->core, base, size);
+    core_bind(&h->core, base, size, &g);
     h->core.me = NIL;
     h->lock_timeout_ns = lock_timeout_ns;
     h->generation = os_generation();
@@ -155,34 +189,37 @@ int shmc_attach(shmc *h, int32_t rank, const char *label)
     if (rc) return rc;
     h->slot_gen = gen;
     h->slot = slot;
-    __atomic_store_n(&h->state, HANDLE_OPEN, __ATOMIC_SEQ_CST);
-    return SHMC_OK;
+    uint32_t fresh = HANDLE_NEW;
+    return __atomic_compare_exchange_n(&h->state, &fresh, HANDLE_OPEN, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? SHMC_OK : SHMC_E_CLOSED;
 }
 
 int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped)
 {
     *dropped = 0;
     if (h->generation != os_generation()) return SHMC_OK;      /* the parent's attachment is not ours to end */
-    if (__atomic_exchange_n(&h->state, HANDLE_CLOSED, __ATOMIC_SEQ_CST) != HANDLE_OPEN) return SHMC_OK;
+    /* closed at once, given back when the lock is to be had: after a timeout it may be called again */
+    if (__atomic_exchange_n(&h->state, HANDLE_CLOSED, __ATOMIC_SEQ_CST) == HANDLE_NEW || h->slot == NIL) return SHMC_OK;
     struct timespec nap = {.tv_nsec = 200000};
     for (uint64_t end = os_now_ns() + wait_ns; __atomic_load_n(&h->inflight, __ATOMIC_SEQ_CST) && os_now_ns() < end;) nanosleep(&nap, NULL);
     shmc_reap_report report = {0};
+    shmc_slot_info self;
+    int rc = shmc_slot(h, h->slot, &self);
+    if (rc) return rc;
+    self.gen = h->slot_gen;
     bool more = true;
     while (more) {                                             /* batches: <= 64 holds each */
-        int rc = lock_and_fence(h, TX_REAP, h->lock_timeout_ns, false);
+        rc = lock_and_fence(h, TX_REAP, h->lock_timeout_ns, false);
         if (rc) return rc;
         h->core.me = h->slot;
-        more = slot_condemn(&h->core, h->slot, h->slot_gen, true) && slot_empty_step(&h->core, h->slot, h->slot_gen, &report);
+        more = slot_condemn(&h->core, h->slot, &self, true) && slot_empty_step(&h->core, h->slot, h->slot_gen, &report);
         if (h->core.hdr->drain != NIL) drain_some(&h->core);
         rc = unlock_and_wake(h);
         if (rc) return rc;
     }
+    h->slot = NIL;
     *dropped = report.holds + report.blocks;
     /* deferred owners hold nothing any more */
-    for (shmc_owner *o = __atomic_exchange_n(&h->deferred, NULL, __ATOMIC_ACQUIRE), *next; o; o = next) {
-        next = o->next;
-        owner_destroy(o);
-    }
+    bury(__atomic_exchange_n(&h->deferred, NULL, __ATOMIC_ACQUIRE));
     return SHMC_OK;
 }
 
@@ -213,9 +250,9 @@ static int reap_slot(shmc *h, uint32_t slot, bool quarantined, shmc_reap_report 
     if (live == SHMC_EXECED) report->quarantined++;
     bool more = true;
     while (more) {                                             /* batches: <= 64 holds each */
-        rc = begin(h, TX_REAP);
+        rc = begin_within(h, TX_REAP, h->lock_timeout_ns, h->slot != NIL);   /* also before attaching: the table may be full */
         if (rc) return rc;
-        more = slot_condemn(&h->core, slot, s.gen, live == SHMC_GONE) && slot_empty_step(&h->core, slot, s.gen, report);
+        more = slot_condemn(&h->core, slot, &s, live == SHMC_GONE) && slot_empty_step(&h->core, slot, s.gen, report);
         h->core.wake |= 3;
         rc = finish(h, SHMC_OK);
         if (rc) return rc;
@@ -258,7 +295,7 @@ uint32_t shmc_owner_count(const shmc_owner *o) { return o->pins ? __atomic_load_
 int owner_release_locked(shmc *h, shmc_owner *o)
 {
     struct core *c = &h->core;
-    if (!o->pins) { o->n = 0; return SHMC_OK; }
+    if (!o->pins) { o->n = 0; o->pins = true; return SHMC_OK; }
     while (o->n) {
         if (c->bad) return SHMC_MORE;
         if (c->items >= BATCH_ITEMS || c->words >= BATCH_WORDS || c->frees >= BATCH_FREES) return SHMC_MORE;
@@ -282,12 +319,11 @@ void shmc_owner_free(shmc_owner *o)
             finish(h, SHMC_OK);
         }
         if (rc == SHMC_E_LOCK_TIMEOUT || rc == SHMC_MORE) {
+            __atomic_fetch_add(&h->users, 1, __ATOMIC_RELAXED);      /* others may destroy the owner once it is queued */
             push_deferred(h, o);
             /* the handle may have closed between: then nobody else will empty the queue */
-            if (__atomic_load_n(&h->state, __ATOMIC_SEQ_CST) == HANDLE_CLOSED) {
-                shmc_owner *q = __atomic_exchange_n(&h->deferred, NULL, __ATOMIC_ACQUIRE), *next;
-                for (; q; q = next) { next = q->next; owner_destroy(q); }
-            }
+            if (__atomic_load_n(&h->state, __ATOMIC_SEQ_CST) == HANDLE_CLOSED) bury(__atomic_exchange_n(&h->deferred, NULL, __ATOMIC_ACQUIRE));
+            shmc_free(h);
             return;
         }
     }
@@ -310,6 +346,12 @@ int shmc_release(shmc *h, shmc_owner **owners, uint32_t n)
     return finish(h, SHMC_OK);
 }
 
+bool owner_take(struct core *c, shmc_owner *o, enum hold_kind kind, uint32_t target, uint32_t deadline)
+{
+    struct ref r;
+    return o->n < o->cap && take(c, kind, target, deadline, &r) && owner_put(o, r);
+}
+
 static bool part_alive(struct core *c, const shmc_part *part)
 {
     if (part->block >= c->n_blocks) return false;
@@ -323,14 +365,12 @@ int shmc_dup(shmc *h, const shmc_part *part, shmc_owner *to, int as_pin)
     int rc = begin(h, TX_HOLD);
     if (rc) return rc;
     struct core *c = &h->core;
-    struct ref r;
     if (!part_alive(c, part)) return finish(h, SHMC_E_STALE);
     const struct block *b = block_at(c, part->block);
     bool writing = b->state == B_WRITING;
     if (writing && hold_at(c, b->holds)->slot != c->me) return finish(h, SHMC_E_STALE);
-    if (!take(c, as_pin ? H_BLOCK_PIN : writing ? H_WRITE : H_REF, part->block, 0, &r)) return finish(h, SHMC_FULL);
-    owner_put(to, r);
-    return finish(h, SHMC_OK);
+    enum hold_kind kind = writing ? (as_pin ? H_WRITE_PIN : H_WRITE) : as_pin ? H_BLOCK_PIN : H_REF;
+    return finish(h, owner_take(c, to, kind, part->block, 0) ? SHMC_OK : SHMC_FULL);
 }
 
 int shmc_ref_count(shmc *h, const shmc_part *part, uint32_t *refs, uint32_t *pins)
@@ -344,7 +384,7 @@ int shmc_ref_count(shmc *h, const shmc_part *part, uint32_t *refs, uint32_t *pin
     *refs = b->refs;
     uint32_t n = 0;
     for (uint32_t i = b->holds; i != NIL && n < 4096; i = hold_at(c, i)->tnext, n++)                /* <= 4096 */
-        if (hold_at(c, i)->kind == H_BLOCK_PIN) ++*pins;
+        if (!hold_is_ref(hold_at(c, i)->kind)) ++*pins;
     if (b->chunk != NIL)
         for (uint32_t i = chunk_at(c, b->chunk)->holds; i != NIL && n < 8192; i = hold_at(c, i)->tnext, n++) ++*pins;   /* <= 4096 */
     return finish(h, SHMC_OK);
@@ -406,9 +446,10 @@ int shmc_verify(shmc *h, char *text, uint32_t cap)
 int shmc_verify_copy(void *copy, uint64_t size, char *text, uint32_t cap)
 {
     struct core c;
-    int rc = shmc_validate(copy, size, NULL, NULL);
+    shmc_geometry g;
+    int rc = shmc_validate(copy, size, &g, NULL);
     if (rc) return rc;
-    core_bind(&c, copy, size);
+    core_bind(&c, copy, size, &g);
     if (c.hdr->journal.count) tx_rollback(&c);         /* its owner died inside: this is what recovery does */
     void *scratch = malloc(check_scratch(&c));
     if (!scratch) return SHMC_E_OS;

@@ -65,22 +65,45 @@ static int block_to_put(struct core *c, shmc *h, const shmc_owner *o, uint32_t n
     return SHMC_OK;
 }
 
-static int put_one(shmc *h, uint32_t ns, const struct key *k, uint32_t block, uint32_t hold, uint32_t part, uint32_t parent, uint32_t *chunk)
+/* The chunk table is full: free one record, step by step. false: all of it is held. */
+static bool room_for_chunk(struct core *c)
+{
+    if (c->hdr->drain == NIL && evict_one(c) == 0) return false;
+    drain_some(c);
+    c->items = BATCH_ITEMS;
+    return true;
+}
+
+struct chunk_ref { uint32_t chunk, gen; };
+static struct chunk_ref remember(struct core *c, uint32_t chunk) { return (struct chunk_ref){chunk, chunk == NIL ? 0 : chunk_at(c, chunk)->gen}; }
+static uint32_t recall(struct core *c, struct chunk_ref r) { return r.chunk != NIL && chunk_at(c, r.chunk)->gen == r.gen ? r.chunk : NIL; }
+
+/* Publish one object; `stored` says whether. `before` is the chunk it goes beside, and becomes its own.
+ * Negative: the call ends with that status, without the lock when `lost`. */
+static int put_one(shmc *h, uint32_t ns, const struct key *k, const shmc_owner *obj, uint32_t part, struct chunk_ref *before, uint8_t *stored, bool *lost)
 {
     struct core *c = &h->core;
-    if (block_at(c, block)->ns_gen != ns_at(c, ns)->gen) {
-        c->hdr->stat[SHMC_ST_STALE_PUTS]++;              /* unlogged: statistics */
-        *chunk = NIL;
-        return SHMC_PENDING;
+    uint32_t block, hold, chunk = NIL;
+    for (uint32_t n = 0; n <= c->n_blocks; n++) {         /* each turn frees parts of a chunk, or parks some */
+        int rc = block_to_put(c, h, obj, ns, &block, &hold);   /* again each time: the lock may have been away */
+        if (rc) return rc;
+        if (block_at(c, block)->ns_gen != ns_at(c, ns)->gen) {
+            c->hdr->stat[SHMC_ST_STALE_PUTS]++;           /* unlogged: statistics */
+            break;
+        }
+        rc = publish(c, ns, k, block, hold, part, recall(c, *before), &chunk);
+        if (rc < 0) return rc;
+        *stored = rc == SHMC_OK;
+        if (rc != SHMC_FULL) break;
+        if (!room_for_chunk(c)) {
+            c->hdr->stat[SHMC_ST_EVICTION_FAILURES]++;    /* unlogged: statistics */
+            break;
+        }
+        rc = breathe(h, TX_PUBLISH);
+        if (rc) { *lost = true; return rc; }
     }
-    int rc = SHMC_FULL;
-    for (int n = 0; n < 64; n++) {                       /* <= 64: the chunk table is full, make room */
-        rc = publish(c, ns, k, block, hold, part, parent, chunk);
-        if (rc != SHMC_FULL || evict_one(c) == 0) break;
-        drain_some(c);
-    }
-    if (rc == SHMC_FULL) c->hdr->stat[SHMC_ST_EVICTION_FAILURES]++;   /* unlogged: statistics */
-    return rc;
+    *before = remember(c, chunk);
+    return SHMC_OK;
 }
 
 int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uint32_t part, const shmc_keys *parent, uint8_t *stored)
@@ -89,7 +112,8 @@ int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uin
     if (parent && !keys_ok(parent)) return SHMC_E_INVAL;
     int rc = begin_keys(h, TX_PUBLISH, ns, keys, part);
     if (rc) return rc;
-    uint32_t block, hold, before = NIL, before_gen = 0;
+    uint32_t block, hold;
+    struct chunk_ref before = {NIL, 0}, none = {NIL, 0};
     for (uint32_t i = 0; i < keys->n; i++) {             /* all are validated before any has an effect */
         rc = block_to_put(c, h, objs[i], ns, &block, &hold);
         if (rc) return finish(h, rc);
@@ -99,21 +123,15 @@ int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uin
     }
     if (parent) {
         struct key k = key_at(c, ns, parent, 0);
-        before = index_find(c, ns, &k);
-        before_gen = before == NIL ? 0 : chunk_at(c, before)->gen;
+        before = remember(c, index_find(c, ns, &k));
     }
     for (uint32_t i = 0; i < keys->n; i++) {
         struct key k = key_at(c, ns, keys, i);
-        uint32_t chunk = NIL;
+        bool lost = false;
         stored[i] = 0;
-        rc = block_to_put(c, h, objs[i], ns, &block, &hold);
-        if (rc) return finish(h, rc);                    /* released by another thread meanwhile, or given twice */
-        if (before != NIL && chunk_at(c, before)->gen != before_gen) before = NIL;
-        rc = put_one(h, ns, &k, block, hold, part, parent ? before : NIL, &chunk);
-        if (rc < 0) return finish(h, rc);
-        stored[i] = rc == SHMC_OK;
-        before = chunk;
-        before_gen = chunk == NIL ? 0 : chunk_at(c, chunk)->gen;
+        if (!parent) before = none;
+        rc = put_one(h, ns, &k, objs[i], part, &before, &stored[i], &lost);
+        if (rc) return lost ? give_up(h, rc) : finish(h, rc);   /* released by another thread meanwhile, or given twice */
         c->items++;
         rc = breathe(h, TX_PUBLISH);
         if (rc) return give_up(h, rc);
@@ -121,12 +139,19 @@ int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uin
     return finish(h, SHMC_OK);
 }
 
-int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, uint64_t size, const uint8_t *meta, uint32_t meta_len, shmc_owner *owner, shmc_part *out, uint32_t *ticket)
+/* The block of a reserver that came second. One hold, so the budget of this lock hold does not matter. */
+static void give_back(shmc *h, shmc_owner *o)
+{
+    h->core.items = h->core.words = h->core.frees = 0;
+    owner_release_locked(h, o);
+}
+
+int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, uint64_t size, const uint8_t *meta, uint32_t meta_len, uint32_t flags, shmc_owner *owner, shmc_part *out, uint32_t *ticket)
 {
     struct core *c = &h->core;
     out->block = NIL;
     if ((keys && keys->n != 1) || !owner_ready(h, owner, 1)) return SHMC_E_INVAL;
-    for (int tries = 0; tries < 8; tries++) {            /* <= 8: others publish and are evicted meanwhile */
+    for (uint32_t tries = 0; tries <= c->n_blocks; tries++) {   /* others publish and are evicted meanwhile; each turn frees something */
         int rc = begin_keys(h, TX_RESERVE, ns, keys, part);
         if (rc) return rc;
         struct key k = key_at(c, ns, keys, 0);
@@ -134,13 +159,11 @@ int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, uin
         bool mine = shmc_owner_count(owner) == 1;
         if (b != NIL) {
             bool there = block_at(c, b)->state == B_PUBLISHED;
-            struct ref r;
-            if (mine) owner_release_locked(h, owner);
+            if (mine) give_back(h, owner);
             out->block = NIL;
             if (!there) { ticket_take(c, 1, ticket); return finish(h, SHMC_PENDING); }
-            if (!take(c, H_REF, b, 0, &r)) { ticket_take(c, 0, ticket); return finish(h, SHMC_FULL); }
+            if (!owner_take(c, owner, H_REF, b, 0)) { ticket_take(c, 0, ticket); return finish(h, SHMC_FULL); }
             hits(c, ns, 1, 0);
-            owner_put(owner, r);
             part_info(c, b, out);
             return finish(h, SHMC_FOUND);
         }
@@ -148,23 +171,26 @@ int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, uin
             rc = reserve_part(c, ns, &k, hold_at(c, owner->refs[0].hold)->target, part);
             if (rc == SHMC_OK) { hits(c, ns, 0, 1); return finish(h, SHMC_OK); }
             if (rc < 0) return finish(h, rc);
-            if (evict_one(c) == 0) {                     /* the chunk table is full and all of it is held */
-                owner_release_locked(h, owner);
+            if (!room_for_chunk(c)) {
+                give_back(h, owner);
+                out->block = NIL;
                 ticket_take(c, 0, ticket);
                 return finish(h, SHMC_FULL);
             }
-            drain_some(c);
-            finish(h, SHMC_OK);
+            rc = finish(h, SHMC_OK);
+            if (rc) return rc;
             continue;
         }
         rc = finish(h, SHMC_OK);
-        if (!rc) rc = shmc_alloc(h, ns, size, meta, meta_len, 1, 0, &owner, out, ticket);
+        if (!rc) rc = shmc_alloc(h, ns, size, meta, meta_len, 1, flags, &owner, out, ticket);
         if (rc) return rc;
     }
     out->block = NIL;
-    shmc_release(h, &owner, 1);
-    *ticket = __atomic_load_n(&c->hdr->wake[0], __ATOMIC_RELAXED);
-    return SHMC_FULL;
+    int rc = begin(h, TX_RESERVE);
+    if (rc) return rc;
+    give_back(h, owner);
+    ticket_take(c, 0, ticket);
+    return finish(h, SHMC_FULL);
 }
 
 /* ---- reading --------------------------------------------------------------------------------------- */
@@ -182,9 +208,7 @@ int shmc_get(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, shmc_ow
     for (uint32_t i = 0; i < keys->n; i++) {
         struct key k = key_at(c, ns, keys, i);
         uint32_t chunk = index_find(c, ns, &k), b = chunk == NIL ? NIL : part_find(c, chunk, part);
-        struct ref r;
-        if (b != NIL && block_at(c, b)->state == B_PUBLISHED && take(c, H_REF, b, 0, &r)) {
-            owner_put(owners[i], r);
+        if (b != NIL && block_at(c, b)->state == B_PUBLISHED && owner_take(c, owners[i], H_REF, b, 0)) {
             part_info(c, b, &out[i]);
             hits(c, ns, 1, 0);
         } else {
@@ -240,10 +264,9 @@ int shmc_lookup(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t flags, uin
         struct key k = key_at(c, ns, keys, owner->n);
         uint32_t i = find_complete(c, ns, &k);
         if (i == NIL) break;
-        struct ref r = {i, chunk_at(c, i)->gen};
         /* pinned in the critical section in which it was found: it stays */
-        if (owner->pins && !take(c, H_LOOKUP_PIN, i, lease_tick(c, lease_ns), &r)) break;
-        owner_put(owner, r);
+        if (owner->pins ? !owner_take(c, owner, H_LOOKUP_PIN, i, lease_tick(c, lease_ns))
+                        : !owner_put(owner, (struct ref){i, chunk_at(c, i)->gen})) break;
         c->items++;
         rc = breathe(h, TX_HOLD);
         if (rc) return give_up(h, rc);
@@ -271,10 +294,8 @@ int shmc_lookup_get(shmc *h, uint32_t ns, shmc_owner *lookup, uint32_t i, uint32
     if (rc) return rc;
     if (!namespace_ok(c, ns) || part >= c->namespaces[ns].parts) return finish(h, SHMC_E_INVAL);
     uint32_t chunk = i < lookup->n ? lookup_chunk(c, lookup, i) : NIL, b = chunk == NIL ? NIL : part_find(c, chunk, part);
-    struct ref r;
     if (b == NIL || block_at(c, b)->state != B_PUBLISHED) return finish(h, SHMC_E_STALE);
-    if (!take(c, H_REF, b, 0, &r)) return finish(h, SHMC_FULL);
-    owner_put(owner, r);
+    if (!owner_take(c, owner, H_REF, b, 0)) return finish(h, SHMC_FULL);
     part_info(c, b, out);
     return finish(h, SHMC_OK);
 }
@@ -309,6 +330,7 @@ static uint32_t oldest_own_pin(struct core *c, uint32_t ns, const struct key *k)
             const struct hold *o = hold_at(c, p);
             if (o->kind == H_KEY_PIN && o->slot == c->me && o->slot_gen == c->me_gen) best = p;
         }
+    c->items += n / 16;
     return best;
 }
 
@@ -385,7 +407,7 @@ int shmc_clear(shmc *h, uint32_t ns, uint32_t *cursor, uint64_t *removed)
         rc = breathe(h, TX_UNLINK);
         if (rc) return give_up(h, rc);
     }
-    while (drain_some(c)) {                              /* what was removed is free on return */
+    for (uint64_t n = 0; n < 64 + *removed * (SHMC_PARTS_MAX / DRAIN_PER_CALL) && drain_some(c); n++) {   /* what was removed is free on return */
         c->items = BATCH_ITEMS;
         rc = breathe(h, TX_DRAIN);
         if (rc) return give_up(h, rc);

@@ -28,7 +28,12 @@ static int end_leases(shmc *h)
     struct core *c = &h->core;
     struct header *hdr = c->hdr;
     if (hdr->lease_min == NIL || c->now < hdr->lease_min) return SHMC_OK;
-    uint32_t grants = hdr->lease_grants, next = NIL;
+    uint32_t next = NIL;
+    tx_begin(c, TX_LEASE);
+    tx32(c, &hdr->lease_recent, NIL);
+    tx32(c, &hdr->lease_sweeps, hdr->lease_sweeps + 1);
+    tx_commit(c);
+    uint32_t sweep = hdr->lease_sweeps;
     for (uint32_t i = 0; i < c->n_holds; i++) {
         const struct hold *k = &c->holds[i];
         if (k->kind != H_FREE && k->deadline) {
@@ -43,9 +48,10 @@ static int end_leases(shmc *h)
         int rc = breathe(h, TX_LEASE);
         if (rc) return rc;
     }
-    if (grants == hdr->lease_grants && next != hdr->lease_min) {
+    /* a sweep that was overtaken, or whose process died, leaves lease_min in the past: the next one looks again */
+    if (sweep == hdr->lease_sweeps) {
         tx_begin(c, TX_LEASE);
-        tx32(c, &hdr->lease_min, next);
+        tx32(c, &hdr->lease_min, next < hdr->lease_recent ? next : hdr->lease_recent);
         tx_commit(c);
     }
     return SHMC_OK;
@@ -85,7 +91,7 @@ static int scan_for_run(struct core *c, struct room *r, uint32_t len)
         const struct block *b = block_at(c, r->at);
         if (c->bad) return 0;
         if (!usable(c, b)) r->run = NIL;
-        else if (r->run == NIL) { r->run = r->at; r->run_len = b->len; }
+        else if (r->run == NIL) { r->run = r->at; r->run_gen = b->gen; r->run_len = b->len; }
         else r->run_len += b->len;
         if (r->run != NIL && r->run_len >= len) return 1;
         r->at = b->phys_next;
@@ -99,6 +105,7 @@ static int scan_for_run(struct core *c, struct room *r, uint32_t len)
 static int evict_run(struct core *c, struct room *r, uint32_t len)
 {
     uint32_t at = r->run;
+    if (block_at(c, at)->gen != r->run_gen) return 0;            /* taken, or merged away, by others */
     for (int n = 0; n < 3; n++) {                                /* free neighbours are merged: <= 2 steps */
         const struct block *b = block_at(c, at);
         if (b->state == B_UNUSED || !usable(c, b)) return 0;
@@ -110,6 +117,7 @@ static int evict_run(struct core *c, struct room *r, uint32_t len)
         }
         if (!(chunk_at(c, b->chunk)->flags & C_DRAIN)) chunk_unlink(c, b->chunk, SHMC_BY_EVICT);
         drain_some(c);
+        r->run_gen = block_at(c, r->run)->gen;                   /* it may be our own drain that freed it */
         return -1;
     }
     return 0;
@@ -141,8 +149,11 @@ int room_for(shmc *h, struct room *r, uint32_t len, uint32_t n, uint32_t flags)
     struct header *hdr = c->hdr;
     if (hdr->drain != NIL || hdr->stale) {                       /* memory that is on its way */
         bool more = drain_some(c);
-        if (extent_fits(c, len) && hdr->free_block != NIL) return 1;
-        if (more) { c->items = BATCH_ITEMS; int rc = breathe(h, TX_ALLOC); return rc ? rc : 1; }
+        if (more || (extent_fits(c, len) && hdr->free_block != NIL)) {
+            if (more) c->items = BATCH_ITEMS;
+            int rc = breathe(h, TX_ALLOC);
+            return rc ? rc : 1;
+        }
     }
     if (hdr->ready_grans < c->capacity_grans && !(flags & SHMC_F_NO_GROW)) return SHMC_GROW;
     if (hdr->free_hold == NIL) return SHMC_FULL;
@@ -160,7 +171,9 @@ int room_for(shmc *h, struct room *r, uint32_t len, uint32_t n, uint32_t flags)
     if (flags & SHMC_F_NO_EVICT) return SHMC_FULL;
     if (!r->spatial && (r->victims >= MANY_VICTIMS || (hdr->blocks && len / LARGE_FACTOR > hdr->used_grans / hdr->blocks)) && hdr->free_block != NIL)
         r->spatial = true;
+    if (hdr->free_block == NIL) r->spatial = r->evicting = false;    /* a run could not be split off */
     int got = r->spatial ? room_by_run(c, r, len) : evict_one(c);
+    if (got == 0 && r->rescans > MAX_RESCANS) return SHMC_FULL;      /* the arena would not stand still: no plan to remember */
     if (got == 0) goto full;
     if (got == 1 && !r->spatial) { r->victims++; c->items++; drain_some(c); }
     if (got == -1) c->items = BATCH_ITEMS;
@@ -208,12 +221,15 @@ int shmc_alloc(shmc *h, uint32_t ns, uint64_t size, const uint8_t *meta, uint32_
     bool planned = n == 1;
     while (done < n) {
         struct ref r;
-        uint64_t free_grans = (uint64_t)c->hdr->ready_grans - c->hdr->used_grans;
+        uint64_t reach = (uint64_t)c->hdr->ready_grans - c->hdr->used_grans + (flags & SHMC_F_NO_EVICT ? 0 : c->hdr->evictable_grans);
         uint32_t b = NIL;
-        /* all or nothing: nothing is taken before the whole batch is known to be coverable */
-        if (planned || free_grans >= (uint64_t)len * n) b = block_new(c, ns, len, size, meta, meta_len, &r);
+        /* all or nothing: nothing is taken before the whole batch is within reach */
+        if (planned || reach >= (uint64_t)len * n) b = block_new(c, ns, len, size, meta, meta_len, &r);
         if (b != NIL) {
             planned = true;
+            room.evicting = false;                               /* each extent is a search of its own */
+            room.at = room.run = NIL;
+            room.victims = room.rescans = room.regions_seen = 0;
             owner_put(owners[done], r);
             part_info(c, b, &out[done++]);
             c->items++;
@@ -266,7 +282,10 @@ int shmc_region_claim(shmc *h, uint32_t *region)
     if (rc) return rc;
     struct core *c = &h->core;
     bool pending = false, front = true;
-    for (uint32_t i = h->region_hint, n = 0; i < c->n_regions && n < 4096; i++, n++) {   /* READY is for ever: the hint only grows */
+    for (uint32_t i = h->region_hint; i < c->n_regions; i++) {   /* READY is for ever: the hint only grows */
+        if (i % 16 == 15) c->items++;
+        rc = breathe(h, TX_REGION);
+        if (rc) return give_up(h, rc);
         struct region *r = &c->regions[i];
         if (r->state == SHMC_R_READY) { if (front) h->region_hint = i + 1; continue; }
         front = false;

@@ -21,9 +21,10 @@ from ._auto import AUTO
 from ._directory import SegmentInfo, segments
 from ._events import Event, Events
 from ._keys import PackedKeys, pack
+from ._open import attach, create, open, unlink
 from ._stats import ByteStats, CountStats, LockStats, NamespaceInfo, ReapReport, Stats
 from ._version import __version__
-from .cache import SharedCache, attach, create, open, unlink
+from .cache import SharedCache
 from .errors import (
     CapacityError,
     LockTimeoutError,
@@ -41,7 +42,7 @@ from .errors import (
     StaleHandleError,
 )
 from .lookup import Lookup
-from .memory import MemoryFormat, MemoryObj, MemoryObjMetadata
+from .memory import MemoryFormat, MemoryObj, MemoryObjMetadata, release_many
 from .namespace import Namespace
 from .reservation import Reservation, ReservationState
 
@@ -84,6 +85,7 @@ __all__ = [
     "create",
     "open",
     "pack",
+    "release_many",
     "segments",
     "unlink",
 ]

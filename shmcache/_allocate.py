@@ -18,7 +18,7 @@ from ._sizes import format_size
 from .memory import MemoryObj
 
 if TYPE_CHECKING:
-    from .namespace import Namespace
+    from ._calls import Calls
 
 _GROW_SECONDS = 1.0  # a region's commit is waited for so long, whatever the timeout
 
@@ -44,7 +44,7 @@ class Deadline:
         return min(SLICE_NS, math.ceil(left * 1e9)) if left > 0 else 0
 
 
-def too_large(namespace: Namespace, layout: Layout, n: int = 1) -> errors.CapacityError:
+def too_large(namespace: Calls, layout: Layout, n: int = 1) -> errors.CapacityError:
     """The error for a request that could never fit."""
     geometry = namespace.cache._attached().mapping.geometry
     largest = min(geometry.region_bytes, geometry.capacity)
@@ -78,7 +78,7 @@ class Growth:
 
 
 def take_memory(
-    namespace: Namespace, layout: Layout, n: int, evict: bool, timeout: float | None
+    namespace: Calls, layout: Layout, n: int, evict: bool, timeout: float | None
 ) -> list[MemoryObj] | None:
     """n blocks or none, after growing and, within `timeout`, waiting."""
     cache = namespace.cache
@@ -95,10 +95,9 @@ def take_memory(
             a.handle, namespace._index, layout.nbytes, layout.c_blob, len(layout.blob), n, flags, owners, parts, ticket
         )
         if rc == 0:
-            return [
-                MemoryObj(a, namespace, [pair], parts + i, layout, keep=parts) for i, pair in enumerate(pairs)
-            ]
-        a.empty_holds(pairs)
+            return [MemoryObj(a, namespace, [pair], parts + i, layout, parts) for i, pair in enumerate(pairs)]
+        if rc >= 0:  # after an error some may be full: those go with their owners
+            a.empty_holds(pairs)
         if rc == lib.SHMC_GROW:
             if not growth.grow(a.committer()):
                 flags |= lib.SHMC_F_NO_GROW
@@ -107,8 +106,10 @@ def take_memory(
             if not ns:
                 return None
             # before the first wait, and after each slice of it: the dead may have left room behind
-            if reaped and lib.shmc_wait(a.handle, 0, ticket[0], ns) < 0:
-                a.recover(lib.shmc_check(a.handle), "allocate")
+            if reaped:
+                rc = lib.shmc_wait(a.handle, 0, ticket[0], ns)
+                if rc < 0:
+                    a.recover(rc, "allocate")
             reaped = True
             cache._reap()
         elif rc == lib.SHMC_E_CAPACITY:

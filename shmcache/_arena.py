@@ -6,7 +6,6 @@ processes of a host commit in parallel, and a dead one's region is taken over.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -14,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._commit import commit_region, in_thread, populate_region
+from ._commit import FULL, commit_region, in_thread, populate_region
 from ._core import ffi, lib, log
 from ._regions import Arena
 from ._sizes import format_size
@@ -24,6 +23,7 @@ __all__ = ["Arena", "Committer", "PrefaultState"]
 
 _POLL = 0.005
 _IDLE_POLL = 0.1
+_REAP_EVERY = 0.1
 _RETRY_AFTER = 1.0  # no second try sooner after a full tmpfs: each one costs what it reserves
 _REPORT_WITHIN = 10.0
 
@@ -62,34 +62,38 @@ class Committer:
 
     # ---- growing on demand -------------------------------------------------------------------------
 
-    def ensure_one(self, timeout: float = 1.0) -> bool:
+    def ensure_one(self, timeout: float = 1.0, *, whole: bool = False) -> bool:
         """Commits one more region, or waits for one that is being committed.
 
-        True: there is more memory than before, ask again. False: none to be had within the timeout
-        (own work is finished whatever it takes). ShmCacheError when the segment cannot be used.
+        True: there is more memory than before, ask again. False: none to be had within the timeout.
+        ShmCacheError when the segment cannot be used. `whole`: populate it too, however long it takes.
         """
         if time.monotonic() < self._retry_at:
             return False
         deadline = time.monotonic() + timeout
+        reap_at = 0.0
         before = self._arena.ready_bytes()
         while not self._stop.is_set():
             status, region = self._claim()
             if status == lib.SHMC_OK:
-                return self._commit_aside(region)
+                return self._commit_aside(region, None if whole else time.monotonic() + timeout / 2)
             if status != lib.SHMC_PENDING and status != lib.SHMC_E_NOT_FOUND:
                 raise from_status(status, f"committing memory of segment {self._arena.name!r}")
             if self._arena.ready_bytes() > before:
                 return True
             if status == lib.SHMC_E_NOT_FOUND or time.monotonic() >= deadline:
                 return False
+            reap_at = self._reap(reap_at)
             self._stop.wait(_POLL)
         return False
 
-    def finish_first(self, flags: int) -> None:
-        """Reports region 0, which creation has committed already."""
-        status, region = self._claim()
-        if status == lib.SHMC_OK:
-            self._report(region, region == 0, flags)
+    def _reap(self, not_before: float) -> float:
+        """Whoever we wait for may have died; a reap makes its region anybody's again."""
+        now = time.monotonic()
+        if now < not_before:
+            return not_before
+        lib.shmc_reap(self._handle, ffi.new("shmc_reap_report *"))
+        return now + _REAP_EVERY
 
     # ---- in the background -----------------------------------------------------------------------
 
@@ -131,7 +135,7 @@ class Committer:
 
     def _run(self) -> None:
         try:
-            pause = _POLL
+            pause, reap_at = _POLL, 0.0
             while not self._stop.is_set():
                 status, region = self._claim()
                 if status == lib.SHMC_OK:
@@ -141,6 +145,7 @@ class Committer:
                 elif not self._populate_one():
                     if status != lib.SHMC_PENDING:
                         break  # none left, or the segment cannot be used
+                    reap_at = self._reap(reap_at)
                     self._stop.wait(pause)
                     pause = min(2 * pause, _IDLE_POLL)
             while self._populate_one():
@@ -170,12 +175,12 @@ class Committer:
         status = lib.shmc_region_claim(self._handle, out)
         return int(status), int(out[0])
 
-    def _commit_aside(self, region: int) -> bool:
+    def _commit_aside(self, region: int, until: float | None) -> bool:
         """In a thread, so that signals reach the caller and not the work; Ctrl-C leaves it running."""
         result = [False]
 
         def work() -> None:
-            result[0] = self._commit(region)
+            result[0] = self._commit(region, until)
 
         self._workers = [w for w in self._workers if w.is_alive()]
         worker = in_thread(work, "commit")
@@ -183,14 +188,13 @@ class Committer:
         worker.join()
         return result[0]
 
-    def _commit(self, region: int) -> bool:
+    def _commit(self, region: int, until: float | None = None) -> bool:
         try:
-            flags = commit_region(self._arena, region, self._stop)
+            flags = commit_region(self._arena, region, self._stop, until)
         except OSError as e:
             self._report(region, False, 0)
             self._retry_at = time.monotonic() + _RETRY_AFTER
-            full = e.errno in (errno.ENOSPC, errno.ENOMEM)
-            self._fail("shared memory is full" if full else os.strerror(e.errno or 0))
+            self._fail("shared memory is full" if e.errno in FULL else os.strerror(e.errno or 0))
             return False
         except BaseException:
             self._report(region, False, 0)

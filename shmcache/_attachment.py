@@ -24,7 +24,7 @@ from ._keys import KeyCell
 
 Hold = tuple[Any, Any]  # (shmc_owner, shmc_owner *[1])
 
-_POOLED = 512  # of each kind, kept for the next call
+POOLED = 512  # of each kind, kept for the next call
 _start_lock = threading.Lock()
 
 
@@ -123,12 +123,19 @@ class Attachment:
 
     def new_holds(self, n: int) -> tuple[list[Hold], Any]:
         """n of them, and one array of all."""
-        pairs = [self.new_hold() for _ in range(n)]
+        pairs: list[Hold] = []
+        pop, add = self.holds.pop, pairs.append
+        try:
+            for _ in range(n):
+                add(pop())
+        except IndexError:
+            while len(pairs) < n:
+                add(self.new_hold())
         return pairs, ffi.new(OWNERS, [owner for owner, _ in pairs])
 
     def empty_holds(self, pairs: list[Hold]) -> None:
         """Owners that hold nothing (any more) are for the next call."""
-        self.holds.extend(pairs[: max(0, _POOLED - len(self.holds))])
+        self.holds.extend(pairs[: max(0, POOLED - len(self.holds))])
 
     def release(self, pairs: list[Hold]) -> int:
         """Give holds back, last to first; a status."""

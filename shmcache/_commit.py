@@ -17,12 +17,14 @@ import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 from ._core import ffi, lib
 from ._numa import NO_NODE
 from ._regions import FLAG_HUGE, FLAG_PARTLY_HUGE, HUGE_PAGE, Arena
 
+FULL = (errno.ENOSPC, errno.ENOMEM)
 _RESERVE_PIECE = 256 << 20
 _PIECE = 64 << 20  # 6 to 30 ms: how long a stop may take
 _MAX_THREADS = 4
@@ -40,24 +42,36 @@ def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def commit_region(arena: Arena, i: int, stop: threading.Event) -> int:
+def reserve_aside(arena: Arena, i: int) -> None:
+    """Reserves region i's memory in a thread of its own, and waits for it. OSError when there is no room."""
+    failures: list[OSError] = []
+
+    def work() -> None:
+        try:
+            _prefer(arena.region_node(i))
+            _reserve(arena, i)
+        except OSError as e:
+            failures.append(e)
+
+    in_thread(work, "reserve").join()
+    if failures:
+        raise failures[0]
+
+
+def commit_region(arena: Arena, i: int, stop: threading.Event, until: float | None = None) -> int:
     """Makes region i's memory exist; returns its flags. OSError when there is no room.
 
     To be called in a thread of in_thread(). After a failure the region is sparse again. A stop ends
-    the work early, but not before the memory is reserved.
+    the work early, but not before the memory is reserved. `until` (time.monotonic()) is for a caller
+    who waits: huge pages as far as time allows, and page tables left to the first use.
     """
     node = arena.region_node(i)
-    if node != NO_NODE:
-        lib.shmc_numa_prefer(node)
-    try:
-        _reserve(arena, i)
-        flags = 0 if stop.is_set() else _collapse(arena, i, stop)
-        done = populate_region(arena, i, stop, threads=_threads(), node=node)
-        arena.mapped(i, done)
-        return flags
-    finally:
-        if node != NO_NODE:
-            lib.shmc_numa_prefer(-1)
+    _prefer(node)
+    _reserve(arena, i)
+    flags = _collapse(arena, i, stop, until)
+    if until is None:
+        arena.mapped(i, populate_region(arena, i, stop, threads=_threads(), node=node))
+    return flags
 
 
 def populate_region(arena: Arena, i: int, stop: threading.Event, *, threads: int = 1, node: int = NO_NODE) -> bool:
@@ -68,8 +82,7 @@ def populate_region(arena: Arena, i: int, stop: threading.Event, *, threads: int
     failures: list[int] = []
 
     def work() -> None:
-        if node != NO_NODE:
-            lib.shmc_numa_prefer(node)
+        _prefer(node)
         while not stop.is_set() and not failures:
             try:
                 address, size = pieces.pop()
@@ -97,6 +110,12 @@ def populate_region(arena: Arena, i: int, stop: threading.Event, *, threads: int
     return not stop.is_set()
 
 
+def _prefer(node: int) -> None:
+    """For the rest of this thread: its next region sets it again, and nothing else allocates in it."""
+    if node != NO_NODE:
+        lib.shmc_numa_prefer(node)
+
+
 def _reserve(arena: Arena, i: int) -> None:
     fd = arena.open_region(i)
     if fd is None:
@@ -113,13 +132,13 @@ def _reserve(arena: Arena, i: int) -> None:
         os.close(fd)
 
 
-def _collapse(arena: Arena, i: int, stop: threading.Event) -> int:
+def _collapse(arena: Arena, i: int, stop: threading.Event, until: float | None) -> int:
     start, length = arena.region_address(i), arena.region_length(i)
     whole = length // HUGE_PAGE * HUGE_PAGE
     if not arena.want_hugepages or arena.hugepages_refused or not whole or start % HUGE_PAGE:
         return 0
     done = 0
-    while done < whole and not stop.is_set():
+    while done < whole and not stop.is_set() and (until is None or time.monotonic() < until):
         size = min(_PIECE, whole - done)
         error = lib.shmc_collapse(ffi.cast("void *", start + done), size)
         if error:

@@ -14,6 +14,7 @@ from typing import Any
 from ._core import ffi, lib
 from .errors import SegmentCorruptError, SegmentMismatchError, ShmCacheError
 
+_BLOCK = 512  # unit of st_blocks
 _FIRST_PAGE = 4096
 _STRAY_WORDS = 4  # what a creator that died at once may have left in the first page: state and pid
 
@@ -35,6 +36,11 @@ def unmap(address: int, size: int) -> None:
     lib.shmc_unmap(ffi.cast("void *", address), size)
 
 
+def _is_blank(page: bytes) -> bool:
+    words = memoryview(page)[: len(page) & ~3].cast("I")
+    return sum(map(bool, words)) <= _STRAY_WORDS and not any(page[len(page) & ~3 :])
+
+
 @dataclass(frozen=True)
 class Attached:
     """One slot that is in use."""
@@ -44,41 +50,47 @@ class Attached:
 
 
 class Control:
-    """A control file of `size` bytes. `status` is what C says of it; 0 or a SHMC_E_* code.
+    """A control file. `status` is what C says of it; 0 or a SHMC_E_* code. size 0: it is not mapped.
 
     The mapping ends with the last reference to `base`, and never at interpreter exit, where other
     threads may still be inside a call. close() ends it at once, for a mapping nobody else was given.
     """
 
     def __init__(self, fd: int, *, writable: bool) -> None:
-        self.size = os.fstat(fd).st_size
+        st = os.fstat(fd)
+        self.size = 0
         self.base: Any = ffi.NULL
         self.geometry: Any = ffi.new("shmc_geometry *")
         self.identity: Any = ffi.new("shmc_identity *")
-        if self.size == 0:
-            self.status: int = lib.SHMC_E_NOT_READY
+        self.status: int = lib.SHMC_E_NOT_READY
+        if st.st_blocks * _BLOCK < st.st_size or st.st_size == 0:
+            # Creation did not get beyond reserving the file. Through a mapping, reading the holes
+            # would allocate them, or be a SIGBUS when shared memory is full.
+            if not _is_blank(os.pread(fd, _FIRST_PAGE, 0)):
+                self.status = lib.SHMC_E_NOT_SHMCACHE
             return
-        self.base = lib.shmc_map(fd, self.size, int(writable))
+        self.base = lib.shmc_map(fd, st.st_size, int(writable))
         if self.base == ffi.NULL:
-            raise OSError(ffi.errno, f"cannot map {self.size} bytes of a control segment: {os.strerror(ffi.errno)}")
+            raise OSError(ffi.errno, f"cannot map {st.st_size} bytes of a control segment: {os.strerror(ffi.errno)}")
+        self.size = st.st_size
         self._unmap = weakref.finalize(self.base, unmap, int(ffi.cast("uintptr_t", self.base)), self.size)
         self._unmap.atexit = False
         self.revalidate()
 
     def revalidate(self) -> None:
+        """Reads the header again."""
         self.status = lib.shmc_validate(self.base, self.size, self.geometry, self.identity)
-        if self.status == lib.SHMC_E_NOT_READY and not self._is_stub():
+        # A creator that dies while it writes the header leaves some of what identifies a layout at 0.
+        who = self.identity
+        if self.status == lib.SHMC_E_FORMAT and not (who.format and who.fingerprint and who.word and who.libc):
+            self.status = lib.SHMC_E_NOT_READY
+        # Without our magic it is a stub only if it is blank: someone else's file is not to be taken over.
+        unmarked = self.status in (lib.SHMC_E_NOT_READY, lib.SHMC_E_CORRUPT) and not self.identity.magic
+        if unmarked and not _is_blank(bytes(ffi.buffer(self.base, min(self.size, _FIRST_PAGE)))):
             self.status = lib.SHMC_E_NOT_SHMCACHE
 
-    def _is_stub(self) -> bool:
-        """Ours or still empty: someone else's file that merely begins with zeros is not to be taken over."""
-        if self.identity.magic:
-            return True
-        words = memoryview(ffi.buffer(self.base, min(self.size, _FIRST_PAGE)))
-        whole = words[: len(words) & ~3].cast("I")
-        return sum(map(bool, whole)) <= _STRAY_WORDS
-
     def close(self) -> None:
+        """Unmaps now."""
         if self.size:
             self._unmap()
             self.base, self.size = ffi.NULL, 0
@@ -125,7 +137,7 @@ class Control:
             )
         if self.status == lib.SHMC_E_NOT_SHMCACHE:
             return SegmentCorruptError(
-                f"the file of segment {name!r} was not made by shmcache",
+                f"the file of segment {name!r} was not made by shmcache, or only its first bytes are left",
                 hint="use another name, or remove it with shmcache.unlink(name, force=True)",
                 code=self.status,
             )

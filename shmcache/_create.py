@@ -6,13 +6,13 @@ one removes: regions, then the control file, so that as long as anything is left
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import threading
 from typing import Any
 
 from . import _shmfs
-from ._commit import commit_region, in_thread
+from ._commit import FULL, reserve_aside
 from ._control import Control, own_namespaces
 from ._core import ffi, lib, log
 from ._handshake import Handshake, names_inode
@@ -24,11 +24,10 @@ from ._space import check_room
 from .errors import OutOfSharedMemoryError, ShmCacheError
 
 _PAGE = 4096
-_FULL = (errno.ENOSPC, errno.ENOMEM)
 
 
-def create_segment(handshake: Handshake, request: Request) -> tuple[Control, Arena, int]:
-    """A READY segment in the empty control file, and the flags of its region 0, which is committed.
+def create_segment(handshake: Handshake, request: Request) -> tuple[Control, Arena]:
+    """A READY segment in the empty control file, with the memory of region 0 reserved.
 
     ValueError, OutOfSharedMemoryError or OSError; then everything is as before, the stub included.
     """
@@ -36,7 +35,7 @@ def create_segment(handshake: Handshake, request: Request) -> tuple[Control, Are
         return _fill(handshake, request, request.plan())
     except BaseException as e:
         remove_segment(handshake)
-        if isinstance(e, ShmCacheError) or not isinstance(e, OSError) or e.errno not in _FULL:
+        if isinstance(e, ShmCacheError) or not isinstance(e, OSError) or e.errno not in FULL:
             raise
         raise OutOfSharedMemoryError(
             f"segment {request.name!r} of {request.capacity} bytes cannot be created: {e.strerror}",
@@ -44,7 +43,7 @@ def create_segment(handshake: Handshake, request: Request) -> tuple[Control, Are
         ) from e
 
 
-def _fill(handshake: Handshake, request: Request, g: Any) -> tuple[Control, Arena, int]:
+def _fill(handshake: Handshake, request: Request, g: Any) -> tuple[Control, Arena]:
     _remove_regions(request.name)  # of a generation whose control file somebody has removed by hand
     pages = g.n_regions * (-(-g.region_bytes // _PAGE) * _PAGE) if g.region_bytes % _PAGE else g.capacity
     check_room(request.name, g.control_bytes + pages)
@@ -62,35 +61,13 @@ def _fill(handshake: Handshake, request: Request, g: Any) -> tuple[Control, Aren
     control.geometry, control.identity.instance = g, instance
     arena = Arena(request.name, control)
     arena.create_regions(request.file_mode)
-    flags = _commit_first(arena)
+    # Reserving says now whether there is room. Clearing pages may take seconds and must not keep
+    # others from attaching: it is done after the handshake.
+    reserve_aside(arena, 0)
     control.set_state(lib.SHMC_S_READY)
     control.revalidate()
     log.info("segment %r created: %s in %d regions", request.name, format_size(g.capacity), g.n_regions)
-    return control, arena, flags
-
-
-def _commit_first(arena: Arena) -> int:
-    """Region 0, before anybody can attach: the first allocation need not wait."""
-    stop = threading.Event()
-    result: list[int | OSError] = []
-
-    def work() -> None:
-        try:
-            result.append(commit_region(arena, 0, stop))
-        except OSError as e:
-            result.append(e)
-
-    thread = in_thread(work, "create")
-    try:
-        thread.join()
-    except BaseException:
-        stop.set()
-        thread.join()
-        raise
-    outcome = result[0]
-    if isinstance(outcome, OSError):
-        raise outcome
-    return outcome
+    return control, arena
 
 
 def remove_segment(handshake: Handshake, control: Control | None = None) -> None:
@@ -105,4 +82,5 @@ def remove_segment(handshake: Handshake, control: Control | None = None) -> None
 def _remove_regions(name: str) -> None:
     # Of every instance: who holds the handshake of the name holds it for all of its generations.
     for region in _shmfs.region_files(name):
-        _shmfs.unlink_shm(region)
+        with contextlib.suppress(PermissionError):  # somebody else's leftovers: not of our instance
+            _shmfs.unlink_shm(region)

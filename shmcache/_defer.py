@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ._core import log
+from .errors import SegmentClosedError
 
 _FIRST_POLL = 0.0005  # seconds between two polls; doubles while nothing happens
 _SLOWEST_POLL = 0.005
@@ -40,6 +41,8 @@ class Deferred:
         if not callable(getattr(event, "query", None)):
             raise TypeError(f"after={event!r}: expected something with query(), such as torch.cuda.Event")
         with self._changed:
+            if self._stopped:
+                raise SegmentClosedError(f"cache {self._name!r} was closed meanwhile")
             self._waiting.append((event, action))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"shmcache-{self._name}-deferred", daemon=True)

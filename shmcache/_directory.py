@@ -57,8 +57,6 @@ def _look(name: str) -> SegmentInfo | None:
     try:
         held = _shmfs.is_locked(fd, _shmfs.PRESENCE_BYTE)
         unknown = replace(unknown, alive=int(held))  # one at least
-        if st.st_blocks * _BLOCK < st.st_size:  # reading a hole would allocate, or be a SIGBUS when full
-            return replace(unknown, state="half-made")
         return _describe(unknown, Control(fd, writable=False), held)
     except (OSError, ShmCacheError):
         return replace(unknown, state="corrupt")

@@ -1,8 +1,13 @@
-"""How the dimensions of an object are to be read; the names and numbers are LMCache's."""
+"""How the dimensions of an object are to be read, and what it is; names and numbers are LMCache's."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class MemoryFormat(enum.Enum):
@@ -53,3 +58,24 @@ def format_of(code: int) -> MemoryFormat:
         return MemoryFormat(code)
     except ValueError:
         return MemoryFormat.UNDEFINED
+
+
+@dataclass(slots=True)
+class MemoryObjMetadata:
+    """A snapshot of what is known about an object, under LMCache's names."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    address: int  # byte offset in the arena
+    phy_size: int
+    ref_count: int
+    pin_count: int
+    fmt: MemoryFormat
+    cached_positions: torch.Tensor | None = None
+    shapes: list[torch.Size] | None = None
+    dtypes: list[torch.dtype] | None = None
+
+    def get_size(self) -> int:
+        """Bytes of all shapes together."""
+        pairs = zip(self.shapes or [self.shape], self.dtypes or [self.dtype], strict=True)
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)

@@ -9,6 +9,7 @@ one needs the handshake first. A dying process counts until its descriptors are 
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import stat
@@ -17,8 +18,8 @@ import time
 
 from . import _shmfs
 from ._core import lib
-from ._names import control_name, path_of
-from .errors import LockTimeoutError, SegmentPermissionError
+from ._names import SHM_FOLDER, control_name, path_of
+from .errors import LockTimeoutError, OutOfSharedMemoryError, SegmentPermissionError
 
 _POLL = 0.005
 _PID = struct.Struct("I")
@@ -164,6 +165,13 @@ def _open_control(name: str, create_mode: int | None) -> int | None:
         return None
     except PermissionError:
         raise permission_error(name, path_of(shm_name)) from None
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        raise OutOfSharedMemoryError(
+            f"segment {name!r} cannot be created: {SHM_FOLDER} has no room for another file",
+            hint="remove unused files, or raise its nr_inodes",
+        ) from None
 
 
 def _check_owner(name: str, st: os.stat_result) -> None:

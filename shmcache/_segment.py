@@ -8,19 +8,18 @@ cannot be removed or replaced between the look and the leap. What is found wins 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar
 
 from ._arena import Committer
 from ._control import Control, own_namespaces
-from ._core import lib, log
+from ._core import ffi, lib, log
 from ._create import create_segment, remove_segment
 from ._directory import SegmentInfo, segments
 from ._handshake import Handshake, Presence
+from ._mapping import Mapping, mapping_of
 from ._names import check_name
-from ._regions import Arena
 from ._request import Request
 from .errors import (
     LockTimeoutError,
@@ -48,6 +47,7 @@ __all__ = [
 How = Literal["open", "attach", "create"]
 OnIncompatible = Literal["error", "replace"]
 _LEAVE_TIMEOUT = 1.0
+_FIRST_TIMEOUT = 60.0  # for another process that got hold of it first
 
 
 class Claimed(Protocol):
@@ -58,66 +58,6 @@ class Claimed(Protocol):
 
 
 T = TypeVar("T", bound=Claimed)
-
-
-class Mapping:
-    """One segment instance mapped into this process, shared by all handles on it.
-
-    Counted: connect() takes a use, disconnect() gives it back; with the last one the arena is let go,
-    and its address space ends with the last view of it. A `shmc *` made from `base` must not outlive
-    the Mapping object.
-    """
-
-    def __init__(self, name: str, inode: tuple[int, int], control: Control, arena: Arena) -> None:
-        self.name = name
-        self.inode = inode
-        self.control = control
-        self.instance = control.instance
-        self._arena: Arena | None = arena
-        self._uses = 0
-
-    @property
-    def base(self) -> Any:
-        return self.control.base
-
-    @property
-    def size(self) -> int:
-        return self.control.size
-
-    @property
-    def geometry(self) -> Any:
-        return self.control.geometry
-
-    @property
-    def arena(self) -> Arena:
-        if self._arena is None:
-            raise SegmentCorruptError(f"the mapping of segment {self.name!r} has ended")
-        return self._arena
-
-    def acquire(self) -> None:
-        with _lock:
-            self._uses += 1
-            _mappings[self.name, self.instance] = self
-
-    def release(self) -> None:
-        with _lock:
-            self._uses -= 1
-            if self._uses == 0:
-                self._arena = None
-                _mappings.pop((self.name, self.instance), None)
-
-
-_mappings: dict[tuple[str, int], Mapping] = {}
-_lock = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    """Mappings are inherited with their uses; a lock that another thread held is nobody's here."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # ---- attaching ----------------------------------------------------------------------------------------
@@ -143,36 +83,64 @@ def connect(
         except FileNotFoundError:
             raise _absent(request, how) from None
         with handshake:
-            if handshake.size == 0 and may_create:
-                control, arena, flags = create_segment(handshake, request)
-                mapping = Mapping(request.name, handshake.inode, control, arena)
-                mapping.acquire()
-                try:
-                    presence, claimed = _claim(handshake, mapping, claim)
-                except BaseException:
-                    remove_segment(handshake, control)
-                    raise
-                Committer(arena, claimed.handle).finish_first(flags)
-                return mapping, presence, claimed
-            found = _settle(handshake, request, how, on_incompatible)
-            if found is not None:
-                presence, claimed = _claim(handshake, found, claim)
-                return found, presence, claimed
-        # something stale was removed: start over, now without it
+            creating = handshake.size == 0 and may_create
+            if creating:
+                mapping: Mapping | None = _create(handshake, request)
+            else:
+                mapping = _settle(handshake, request, how, on_incompatible)
+            if mapping is None:
+                continue  # something stale was removed: start over, now without it
+            try:
+                presence, claimed = _claim(handshake, mapping, claim)
+            except BaseException:
+                if creating:
+                    remove_segment(handshake, mapping.control)
+                raise
+        if creating:
+            _commit_first(mapping, presence, claimed)
+        return mapping, presence, claimed
+
+
+def _create(handshake: Handshake, request: Request) -> Mapping:
+    control, arena = create_segment(handshake, request)
+    mapping = Mapping(request.name, handshake.inode, control, arena)
+    mapping.acquire()
+    return mapping
+
+
+def _commit_first(mapping: Mapping, presence: Presence, claimed: Claimed) -> None:
+    """Region 0, before the creator returns. It is reserved already, so only time can be short."""
+    committer = Committer(mapping.arena, claimed.handle)
+    try:
+        committer.ensure_one(_FIRST_TIMEOUT, whole=True)
+    except ShmCacheError as e:
+        log.warning("segment %r: its first region is not ready yet: %s", mapping.name, e)
+    except BaseException:  # Ctrl-C: nobody will be given what could be closed
+        committer.stop()
+        lib.shmc_detach(claimed.handle, 0, ffi.new("uint32_t *"))
+        presence.close()
+        _remove_if_alone(mapping)
+        mapping.release()
+        raise
 
 
 def disconnect(mapping: Mapping, presence: Presence) -> None:
     """Leaves after the handle was detached. The last one to leave an ephemeral segment removes it."""
     presence.close()
-    if mapping.control.ephemeral:
-        try:
-            with Handshake.acquire(mapping.name, time.monotonic() + _LEAVE_TIMEOUT) as handshake:
-                if handshake.inode == mapping.inode and handshake.nobody_attached():
-                    remove_segment(handshake, mapping.control)
-                    log.info("ephemeral segment %r removed: nobody is attached", mapping.name)
-        except (FileNotFoundError, LockTimeoutError, SegmentPermissionError, SegmentCorruptError):
-            pass  # gone already, or busy: the next to open or leave it decides
+    if mapping.control.ephemeral and _remove_if_alone(mapping):
+        log.info("ephemeral segment %r removed: nobody is attached", mapping.name)
     mapping.release()
+
+
+def _remove_if_alone(mapping: Mapping) -> bool:
+    try:
+        with Handshake.acquire(mapping.name, time.monotonic() + _LEAVE_TIMEOUT) as handshake:
+            if handshake.inode == mapping.inode and handshake.nobody_attached():
+                remove_segment(handshake, mapping.control)
+                return True
+    except (FileNotFoundError, LockTimeoutError, SegmentPermissionError, SegmentCorruptError):
+        pass  # gone already, or busy: the next to open or leave it decides
+    return False
 
 
 def reattach_in_child(mapping: Mapping, claim: Callable[[Mapping], T], *, timeout: float = 10.0) -> tuple[Presence, T]:
@@ -253,7 +221,7 @@ def _settle(handshake: Handshake, request: Request, how: How, on_incompatible: O
         remove_segment(handshake, control if control.status == lib.SHMC_OK else None)
         return None
     _settle_namespaces(handshake, control)
-    return _mapping_of(handshake, control)
+    return mapping_of(handshake, control)
 
 
 def _check_compatible(request: Request, control: Control) -> None:
@@ -281,20 +249,6 @@ def _settle_namespaces(handshake: Handshake, control: Control) -> None:
         raise from_status(status, f"segment {handshake.name!r} cannot be taken over from another pid namespace")
     control.revalidate()
     log.info("segment %r taken over warm from a pid namespace that is gone", handshake.name)
-
-
-def _mapping_of(handshake: Handshake, control: Control) -> Mapping:
-    """The one of this process, or a new one; with one use taken."""
-    with _lock:
-        known = _mappings.get((handshake.name, control.instance))
-        if known is not None and known.inode == handshake.inode:
-            known._uses += 1
-            return known
-    arena = Arena(handshake.name, control)
-    arena.open_regions()
-    mapping = Mapping(handshake.name, handshake.inode, control, arena)
-    mapping.acquire()
-    return mapping
 
 
 # ---- removing -------------------------------------------------------------------------------------------

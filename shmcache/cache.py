@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import logging
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from typing import Any
 
 from . import _segment, errors
 from ._attachment import Attachment
 from ._auto import AUTO, Auto
 from ._core import ffi, lib, log, text
+from ._default import DefaultMethods
 from ._events import Events, read_events
-from ._numa import NumaArgument
 from ._request import Request
 from ._stats import NamespaceInfo, ReapReport, Stats, namespace_info, stats_from
 from .namespace import Namespace, open_namespace
 
-__all__ = ["SharedCache", "attach", "create", "open", "unlink"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["SharedCache"]
 
 _IN_FLIGHT_SECONDS = 2.0  # close waits for this process's own calls so long
 _DEFERRED_SECONDS = 5.0  # and for deferred releases and puts
@@ -34,17 +30,7 @@ _VERIFY_TEXT = 1 << 16
 _open_caches: weakref.WeakSet[SharedCache] = weakref.WeakSet()
 
 
-def _of_default(method: Callable[Concatenate[Namespace, P], R]) -> Callable[Concatenate[SharedCache, P], R]:
-    """The same method of the default namespace."""
-
-    @functools.wraps(method)
-    def call(self: SharedCache, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(self._default or self.default, *args, **kwargs)
-
-    return cast("Callable[Concatenate[SharedCache, P], R]", call)
-
-
-class SharedCache:
+class SharedCache(DefaultMethods):
     """One attachment to a segment; made by `open`, `attach` or `create`.
 
     All methods may be called from any thread, and in forked children, which get an attachment of
@@ -136,7 +122,7 @@ class SharedCache:
         """
         self._close(_DEFERRED_SECONDS)
 
-    def _close(self, deferred_seconds: float) -> None:
+    def _close(self, deferred_seconds: float, at_exit: bool = False) -> None:
         with self._lock:
             a = self._attachment
             if a.closed:
@@ -154,7 +140,9 @@ class SharedCache:
                 log.warning("%s: closed without giving the attachment back (%s); the next reap does", self.name,
                             a.error(rc, "detach"))  # fmt: skip
             if dropped[0]:
-                log.warning("%s: closed with %d holds, which were dropped", self.name, dropped[0])
+                # at exit it is what the process ends with anyway: no noise on its stderr
+                log.log(logging.INFO if at_exit else logging.WARNING,
+                        "%s: closed with %d holds, which were dropped", self.name, dropped[0])  # fmt: skip
             _open_caches.discard(self)
             _segment.disconnect(mapping, a.presence)
 
@@ -242,29 +230,6 @@ class SharedCache:
             name = self._namespace_names[index] = info.name if info else f"#{index}"
         return name
 
-    allocate = _of_default(Namespace.allocate)
-    allocate_many = _of_default(Namespace.allocate_many)
-    put = _of_default(Namespace.put)
-    put_many = _of_default(Namespace.put_many)
-    get = _of_default(Namespace.get)
-    get_many = _of_default(Namespace.get_many)
-    contains = _of_default(Namespace.contains)
-    contains_many = _of_default(Namespace.contains_many)
-    lookup = _of_default(Namespace.lookup)
-    pin = _of_default(Namespace.pin)
-    pin_many = _of_default(Namespace.pin_many)
-    unpin = _of_default(Namespace.unpin)
-    unpin_many = _of_default(Namespace.unpin_many)
-    touch = _of_default(Namespace.touch)
-    remove = _of_default(Namespace.remove)
-    remove_many = _of_default(Namespace.remove_many)
-    clear = _of_default(Namespace.clear)
-    keys = _of_default(Namespace.keys)
-    bump = _of_default(Namespace.bump)
-    put_tensor = _of_default(Namespace.put_tensor)
-    get_tensor = _of_default(Namespace.get_tensor)
-    reserve = _of_default(Namespace.reserve)
-
     # ---- looking inside ------------------------------------------------------------------------------
 
     def _raw_stats(self) -> Any:
@@ -327,14 +292,19 @@ class SharedCache:
         rc = lib.shmc_verify(a.handle, out, _VERIFY_TEXT)
         if rc == lib.SHMC_E_CLOSED:
             raise a.error(rc, "verify")
-        if rc < 0:
-            return [str(a.error(rc, "verify"))]
+        why = []
+        if rc < 0:  # damaged, or the lock is not to be had: look at a copy, rolled back as recovery would
+            why = [str(a.error(rc, "verify"))]
+            copy = bytearray(ffi.buffer(a.base, a.size))
+            rc = lib.shmc_verify_copy(ffi.from_buffer(copy), len(copy), out, _VERIFY_TEXT)
+            if rc < 0:
+                return [*why, str(errors.from_status(rc, f"the header of segment {self.name!r} is not valid any more"))]
         lines = text(out).splitlines()
-        return lines if len(lines) >= rc else [*lines, f"{rc} violations in all"]
+        return [*why, *lines] if len(lines) >= rc else [*why, *lines, f"{rc} violations in all"]
 
 
 def _attach_again(name: str, lock_timeout: float, label: str | None, rank: int | None) -> SharedCache:
-    return attach(name, lock_timeout=lock_timeout, label=label, rank=rank)
+    return SharedCache(Request(name), how="attach", lock_timeout=lock_timeout, label=label, rank=rank)
 
 
 def _renew_locks() -> None:
@@ -347,148 +317,8 @@ def _close_all() -> None:
     for cache in list(_open_caches):
         if cache._attachment.is_own():
             with contextlib.suppress(Exception):
-                cache._close(0.5)
+                cache._close(0.5, at_exit=True)
 
 
 os.register_at_fork(after_in_child=_renew_locks)
 atexit.register(_close_all)
-
-
-def open(
-    name: str,
-    *,
-    capacity: int | str | Auto = AUTO,
-    region_bytes: int | str | Auto = AUTO,
-    align: int | str | Auto = AUTO,
-    policy: str | Auto = AUTO,
-    max_chunks: int | Auto = AUTO,
-    max_attachments: int | Auto = AUTO,
-    lifetime: str | Auto = AUTO,
-    mode: int | Auto = AUTO,
-    numa: NumaArgument | Auto = AUTO,
-    hugepages: bool | Auto = AUTO,
-    pin: bool | Auto = AUTO,
-    prefault: str | Auto = AUTO,
-    on_incompatible: Literal["error", "replace"] = "error",
-    timeout: float = 10.0,
-    lock_timeout: float = 1.0,
-    label: str | None = None,
-    rank: int | None = None,
-) -> SharedCache:
-    """Attach to a segment, or create it when it is absent.
-
-    Any number of processes may do so at once; exactly one creates.
-
-    Parameters
-    ----------
-    name
-        1 to 64 of `A-Z a-z 0-9 . _ -`, not starting with a dot.
-    capacity
-        payload bytes, an int or a str such as "8GiB"; needed to create. A multiple of `align`.
-    region_bytes
-        size of one region, at least 64 KiB; no object is larger. By default the capacity, at most 1 GiB.
-    align
-        granule and alignment of objects, a power of two from 64 to 2 MiB; by default 4096.
-    policy
-        "lru" (default), "fifo", "mru" or "lfu".
-    max_chunks
-        size of the tables; by default one chunk per 64 KiB, at least 4,096.
-    max_attachments
-        by default 64.
-    lifetime
-        "persistent" (default) until `unlink`, or "ephemeral" until the last attachment leaves.
-    mode
-        permission bits of the files, exactly; by default 0o600.
-    numa, hugepages
-        where and how memory is placed; `stats()` says what was obtained.
-    pin
-        accepted; registering memory with CUDA is not done yet, and `stats().pinning` says so.
-    prefault
-        "background" (default), "wait" or "lazy".
-    on_incompatible
-        "replace": another format, a poisoned segment or a changed argument is replaced, with proof
-        that nobody is attached. "error": it raises.
-    timeout
-        seconds for creation and attachment by others to finish.
-    lock_timeout
-        seconds that any later call waits for the segment's lock.
-    label, rank
-        shown to operators.
-
-    Raises
-    ------
-    SegmentMismatchError
-        it exists and an argument that was given disagrees.
-    OutOfSharedMemoryError
-        the file system cannot hold the capacity, or all attachments are in use.
-    SegmentPermissionError
-        it is somebody else's.
-    LockTimeoutError
-        somebody else is creating, attaching to or removing it, longer than `timeout`.
-    """
-    request = Request(
-        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages, pin,
-        prefault,
-    )  # fmt: skip
-    return SharedCache(
-        request, how="open", on_incompatible=on_incompatible, timeout=timeout, lock_timeout=lock_timeout, label=label,
-        rank=rank,
-    )  # fmt: skip
-
-
-def attach(
-    name: str,
-    *,
-    pin: bool | Auto = AUTO,
-    prefault: str | Auto = AUTO,
-    timeout: float = 10.0,
-    lock_timeout: float = 1.0,
-    label: str | None = None,
-    rank: int | None = None,
-) -> SharedCache:
-    """Attach to a segment that exists, as it is; SegmentNotFoundError when absent. See `open`."""
-    return SharedCache(
-        Request(name, pin=pin, prefault=prefault), how="attach", timeout=timeout, lock_timeout=lock_timeout,
-        label=label, rank=rank,
-    )  # fmt: skip
-
-
-def create(
-    name: str,
-    capacity: int | str,
-    *,
-    region_bytes: int | str | Auto = AUTO,
-    align: int | str | Auto = AUTO,
-    policy: str | Auto = AUTO,
-    max_chunks: int | Auto = AUTO,
-    max_attachments: int | Auto = AUTO,
-    lifetime: str | Auto = AUTO,
-    mode: int | Auto = AUTO,
-    numa: NumaArgument | Auto = AUTO,
-    hugepages: bool | Auto = AUTO,
-    pin: bool | Auto = AUTO,
-    prefault: str | Auto = AUTO,
-    timeout: float = 10.0,
-    lock_timeout: float = 1.0,
-    label: str | None = None,
-    rank: int | None = None,
-) -> SharedCache:
-    """Create a segment; SegmentExistsError when there is one of this name. See `open`."""
-    request = Request(
-        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages, pin,
-        prefault,
-    )  # fmt: skip
-    return SharedCache(request, how="create", timeout=timeout, lock_timeout=lock_timeout, label=label, rank=rank)
-
-
-def unlink(name: str, *, force: bool = False) -> None:
-    """Remove a segment. Processes that are attached keep its memory until they leave.
-
-    Raises
-    ------
-    SegmentBusyError
-        other processes are attached, and not `force`. Handles of this process do not count.
-    SegmentNotFoundError
-        there is none of this name.
-    """
-    _segment.unlink(name, force=force)

@@ -11,8 +11,8 @@ from ._keys import Key, PackedKeys
 from .memory import MemoryObj
 
 if TYPE_CHECKING:
+    from ._calls import Calls
     from ._defer import EventLike
-    from .namespace import Namespace
 
 __all__ = ["Lookup"]
 
@@ -32,7 +32,7 @@ class Lookup:
 
     __slots__ = ("_attachment", "_namespace", "_owner", "_packed", "_pinned", "n")
 
-    def __init__(self, namespace: Namespace, packed: PackedKeys, pin: bool, lease_ns: int, touch: bool) -> None:
+    def __init__(self, namespace: Calls, packed: PackedKeys, pin: bool, lease_ns: int, touch: bool) -> None:
         self._namespace = namespace
         self._packed = packed
         self._pinned = False  # until it is known
@@ -98,8 +98,8 @@ class Lookup:
         rc = lib.shmc_lookup_get(a.handle, namespace._index, owner, i, part, hold[0], where)
         if rc == 0:
             return MemoryObj(a, namespace, [hold], where)
-        a.empty_holds([hold])
         if rc == lib.SHMC_FULL or (rc == lib.SHMC_E_STALE and a.mine()):
+            a.empty_holds([hold])
             return None
         if rc == lib.SHMC_E_FORKED:
             raise a.error(rc, "Lookup.get")
@@ -146,6 +146,9 @@ class Lookup:
     def __del__(self) -> None:
         if getattr(self, "_pinned", False) and not self._attachment.closed and self._attachment.is_own():
             warnings.warn(f"{self!r} was not released", ResourceWarning, stacklevel=2)
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Lookup cannot be sent or copied: its pins are this process's; send the keys")
 
     def __repr__(self) -> str:
         return f"<Lookup of {self.n} chunks of {self._namespace.name!r}{', pinned' if self._pinned else ''}>"

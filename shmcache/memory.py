@@ -1,40 +1,33 @@
-"""Memory objects: one block of the arena, held by this process, and the views of it.
+"""Memory objects: one block of the arena, held by this process.
 
-The object owns its holds (`Hold`, see `_attachment`). Views:
-
-    tensor, get_tensor(i), raw_tensor, byte_array    keep the object, and so its hold; slices of a
-                                                     tensor do not keep it
-    tensor_owned()                                   its storage owns a hold of its own, and so
-                                                     does everything made from it
-
-After a release, or after the cache was closed, views stay mapped but their bytes are no longer
-protected: the block may be used again.
+The object owns its holds (`Hold`, see `_attachment`); its views are in `_block`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 from . import errors
-from ._attachment import Attachment, Hold
+from ._attachment import POOLED, Attachment, Hold
+from ._block import Block
 from ._core import ffi, lib
 from ._defer import EventLike
-from ._dtypes import UINT8, torch_dtype
-from ._formats import MemoryFormat, format_of
-from ._meta import Group, Layout, layout_from
+from ._dtypes import torch_dtype
+from ._formats import MemoryFormat, MemoryObjMetadata
+from ._meta import Layout
 from ._pending import PendingPut
 
 if TYPE_CHECKING:
     import torch
 
+    from ._calls import Calls
     from .namespace import Namespace
 
-__all__ = ["MemoryFormat", "MemoryObj", "MemoryObjMetadata"]
+__all__ = ["MemoryFormat", "MemoryObj", "MemoryObjMetadata", "release_many"]
 
-_as_strided: Any = None
 _extra_lock = threading.Lock()
 
 
@@ -44,15 +37,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-
-
-def _first_base(attachment: Attachment, code: int) -> Any:
-    """The arena as a tensor of a dtype, at its first use; also the first use of torch."""
-    global _as_strided
-    import torch
-
-    _as_strided = torch.as_strided
-    return attachment.base_tensor(code)
 
 
 def _take_all(holds: list[Hold]) -> list[Hold]:
@@ -66,27 +50,6 @@ def _take_all(holds: list[Hold]) -> list[Hold]:
     return taken[::-1]
 
 
-@dataclass(slots=True)
-class MemoryObjMetadata:
-    """A snapshot of what is known about an object, under LMCache's names."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    address: int  # byte offset in the arena
-    phy_size: int
-    ref_count: int
-    pin_count: int
-    fmt: MemoryFormat
-    cached_positions: torch.Tensor | None = None
-    shapes: list[torch.Size] | None = None
-    dtypes: list[torch.dtype] | None = None
-
-    def get_size(self) -> int:
-        """Bytes of all shapes together."""
-        pairs = zip(self.shapes or [self.shape], self.dtypes or [self.dtype], strict=True)
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)
-
-
 class _More:
     """What few objects need: pins, and a put that waits for its event."""
 
@@ -97,45 +60,29 @@ class _More:
         self.pending: PendingPut | None = None
 
 
-class _Keeper:
-    """Lives as long as a buffer does, and keeps `what` alive."""
-
-    __slots__ = ("what",)
-
-    def __init__(self, what: object) -> None:
-        self.what = what
-
-    def __call__(self, _pointer: Any) -> None:
-        """The buffer is gone; `what` goes with this object."""
-
-
-class MemoryObj:
+class MemoryObj(Block):
     """A hold on one block: writable until it is put, then read-only by agreement.
 
     Made by `Namespace.allocate`, `get` and their like. It may be released from any thread, and
     releases itself when collected. A `with` statement releases it at its end.
     """
 
-    __slots__ = ("__weakref__", "_attachment", "_holds", "_keep", "_layout", "_more", "_namespace", "_part")
+    __slots__ = ()
 
     def __init__(
-        self, attachment: Attachment, namespace: Namespace, holds: list[Hold], part: Any, layout: Layout | None = None,
+        self, attachment: Attachment, namespace: Calls, holds: list[Hold], part: Any, layout: Layout | None = None,
         keep: Any = None,
     ) -> None:  # fmt: skip
         self._attachment = attachment
         self._namespace = namespace
-        self._holds = holds  # the first one is the writer's, until the block is published
+        self._holds = holds
         self._part = part
         self._layout = layout
         self._more: _More | None = None
         if keep is not None:
-            self._keep = keep  # owns the memory of `part`
+            self._keep = keep
 
     # ---- life -----------------------------------------------------------------------------------
-
-    def is_valid(self) -> bool:
-        """Whether this object still holds its block."""
-        return bool(self._holds) and not self._attachment.closed
 
     def release(self, after: EventLike | None = None) -> None:
         """Give back all that this object still holds, pins too. Doing it again does nothing.
@@ -162,43 +109,49 @@ class MemoryObj:
                 return
             rc = lib.shmc_release(attachment.handle, hold[1], 1)
             if rc < 0:
-                self._not_released([hold], rc)
-            elif len(attachment.holds) < 512:
+                holds.append(hold)
+                self._not_released(rc)
+                return
+            if len(attachment.holds) < POOLED:
                 attachment.holds.append(hold)
             if not holds:
                 return
         self._release_all(after)
 
     def _release_all(self, after: EventLike | None) -> None:
-        more = self._more
-        taken = _take_all(self._holds)
-        if more is not None:
-            taken += _take_all(more.pins)
-            if more.pending is not None and more.pending.keep(taken, after):
-                return
-        if not taken:
-            return
         attachment = self._attachment
-        if after is not None:
-            if attachment.closed:
-                return
-
-            try:
-                attachment.release_after(taken, after)
-            except BaseException:
-                self._holds += taken
-                raise
+        if attachment.closed:
+            self._not_released(lib.SHMC_E_CLOSED)
             return
-        rc = attachment.release(taken)
+        if not attachment.is_own():
+            raise attachment.error(lib.SHMC_E_FORKED, "release")
+        more = self._more
+        refs = _take_all(self._holds)
+        pins = [] if more is None else _take_all(more.pins)
+        if not refs and not pins:
+            return
+        if more is not None and more.pending is not None and more.pending.keep(refs + pins, after):
+            return
+        rc = lib.SHMC_E_OS
+        try:
+            if after is not None:
+                attachment.release_after(refs + pins, after)
+                rc = 0
+            else:
+                rc = attachment.release(refs + pins)
+        finally:
+            if rc < 0:
+                self._holds[:0] = refs
+                if pins:
+                    self._extra().pins[:0] = pins
         if rc < 0:
-            self._not_released(taken, rc)
+            self._not_released(rc)
 
-    def _not_released(self, holds: list[Hold], rc: int) -> None:
+    def _not_released(self, rc: int) -> None:
         attachment = self._attachment
         if attachment.closed or rc == lib.SHMC_E_CLOSED:
-            return  # close() dropped them
-        # a reference or a pin: either way it is given back by a later release
-        self._holds += holds
+            self._holds.clear()  # close() dropped them
+            return
         if rc == lib.SHMC_E_FORKED:
             raise attachment.error(rc, "release")
         attachment.recover(rc, "release")
@@ -215,40 +168,51 @@ class MemoryObj:
 
     # ---- references and pins ----------------------------------------------------------------------
 
-    def _dup(self, as_pin: int, what: str) -> tuple[Attachment, Hold]:
+    def _dup(self, as_pin: int, what: str, in_child: bool = False) -> Hold | None:
+        """One more hold, or None when the table of holds is full."""
         self._need_valid(what)
         attachment = self._attachment
         while True:
             hold = attachment.new_hold()
             rc = lib.shmc_dup(attachment.handle, self._part, hold[0], as_pin)
             if rc == 0:
-                return attachment, hold
+                return hold
             if rc == lib.SHMC_FULL:
-                raise errors.OutOfSharedMemoryError(f"{what}: the table of holds of {attachment.name!r} is full")
+                attachment.empty_holds([hold])
+                return None
             if rc != lib.SHMC_E_FORKED:
                 attachment.recover(rc, what)
-            # a forked child may take holds of its own while its parent still has one
-            attachment = self._namespace.cache._attached()
+            if not in_child:
+                raise attachment.error(rc, what)
+            # while the parent has its hold, a forked child may take one of its own
+            attachment = self._namespace.cache._attached(what)
+
+    def _table_full(self, what: str) -> errors.OutOfSharedMemoryError:
+        return errors.OutOfSharedMemoryError(
+            f"{what}: all holds of segment {self._attachment.name!r} are in use",
+            hint="release objects, or make the segment again with a larger max_chunks",
+        )
 
     def ref_count_up(self) -> None:
         """One more reference, which needs one more `ref_count_down` (or `release`, which gives back all)."""
-        attachment, hold = self._dup(0, "ref_count_up")
-        if attachment is not self._attachment:
-            raise self._attachment.error(lib.SHMC_E_FORKED, "ref_count_up")
+        hold = self._dup(0, "ref_count_up")
+        if hold is None:
+            raise self._table_full("ref_count_up")
         self._holds.append(hold)
 
     def ref_count_down(self) -> None:
         """Give back one reference of this object; StaleHandleError when it has none."""
-        if self._attachment.closed:
-            raise self._attachment.error(lib.SHMC_E_CLOSED, "ref_count_down")
+        attachment = self._attachment
+        if attachment.closed:
+            raise attachment.error(lib.SHMC_E_CLOSED, "ref_count_down")
         try:
             hold = self._holds.pop()
         except IndexError:
             raise errors.StaleHandleError("ref_count_down: this object holds no reference any more") from None
         more = self._more
-        if more is not None and more.pending is not None and not self._holds and more.pending.keep([hold], None):
+        pending = None if more is None else more.pending
+        if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
             return
-        attachment = self._attachment
         rc = attachment.release([hold])
         if rc < 0:
             self._holds.append(hold)
@@ -275,25 +239,27 @@ class MemoryObj:
         return self._counts()[0]
 
     def pin(self) -> bool:
-        """Keep the block through eviction until `unpin` or `release`; pins do not count as references."""
-        attachment, hold = self._dup(1, "pin")
-        if attachment is not self._attachment:
-            raise self._attachment.error(lib.SHMC_E_FORKED, "pin")
+        """Keep the block through eviction until `unpin` or `release`; pins do not count as references.
+
+        False when the table of holds is full.
+        """
+        hold = self._dup(1, "pin")
+        if hold is None:
+            return False
         self._extra().pins.append(hold)
         return True
 
     def unpin(self) -> bool:
         """Give back one pin of this object; False when it has none."""
-        more = self._more
-        if more is None:
-            return False
+        pins = [] if self._more is None else self._more.pins
         try:
-            hold = more.pins.pop()
+            hold = pins.pop()
         except IndexError:
             return False
         rc = self._attachment.release([hold])
         if rc < 0:
-            self._not_released([hold], rc)
+            pins.append(hold)
+            self._not_released(rc)
         return True
 
     @property
@@ -318,70 +284,6 @@ class MemoryObj:
                     self._more = _More()
         return self._more
 
-    # ---- views ------------------------------------------------------------------------------------
-
-    def _look(self) -> Layout:
-        """The layout, read from the block's description at first use."""
-        layout = self._layout
-        if layout is None:
-            part = self._part
-            layout = self._layout = layout_from(bytes(ffi.buffer(part.meta)[0 : part.meta_len]), part.size)
-        return layout
-
-    def _view(self, group: Group) -> torch.Tensor:
-        attachment = self._attachment
-        code = group.dtype.code
-        base = attachment.bases.get(code)
-        if base is None:
-            base = _first_base(attachment, code)
-        t: torch.Tensor = _as_strided(
-            base, group.shape, group.strides, (self._part.offset + group.start) // group.dtype.itemsize
-        )
-        t._shmcache_object = self  # type: ignore[attr-defined]
-        return t
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """A view of the bytes, shaped; it keeps this object. None once released.
-
-        Slices of it do not keep the object: hold the tensor itself, or use `tensor_owned()`.
-        ValueError for an object of several groups: use `get_tensor(i)`.
-        """
-        attachment = self._attachment
-        if not self._holds or attachment.closed:
-            return None
-        layout = self._layout or self._look()
-        group = layout.single
-        if group is None:
-            raise ValueError(f"the object has {len(layout.groups)} tensors: use get_tensor(i)")
-        try:
-            t: torch.Tensor = _as_strided(
-                attachment.bases[group.dtype.code], group.shape, group.strides, self._part.offset >> layout.shift
-            )
-        except KeyError:
-            return self._view(group)
-        t._shmcache_object = self  # type: ignore[attr-defined]
-        return t
-
-    def get_tensor(self, index: int) -> torch.Tensor | None:
-        """Tensor `index` of an object of several; IndexError past the last. None once released."""
-        group = self._look().groups[index]
-        return self._view(group) if self.is_valid() else None
-
-    @property
-    def raw_tensor(self) -> torch.Tensor | None:
-        """All bytes as a flat uint8 tensor; None once released."""
-        if not self.is_valid():
-            return None
-        size = self._part.size
-        return self._view(Group((size,), (1,), UINT8, 0, size))
-
-    def _buffer(self, keep: object) -> Any:
-        """The bytes as a buffer that keeps `keep` alive, however it is passed on."""
-        attachment = self._attachment
-        pointer = ffi.cast("uint8_t *", attachment.address + self._part.offset)
-        return ffi.buffer(ffi.gc(pointer, _Keeper((keep, attachment.arena()))), self._part.size)
-
     def tensor_owned(self) -> torch.Tensor | None:
         """A tensor whose storage owns a hold of its own, which goes with the last view of it.
 
@@ -394,80 +296,12 @@ class MemoryObj:
         group = self._look().single
         if group is None:
             raise ValueError(f"the object has {len(self._look().groups)} tensors: use get_tensor(i)")
-        _, hold = self._dup(0, "tensor_owned")
+        hold = self._dup(0, "tensor_owned", in_child=True)
+        if hold is None:
+            raise self._table_full("tensor_owned")
         buffer = self._buffer(hold)
         flat = torch.frombuffer(buffer, dtype=torch_dtype(group.dtype), count=group.nbytes // group.dtype.itemsize)
         return flat.view(group.shape)
-
-    @property
-    def byte_array(self) -> memoryview:
-        """The bytes; writable until put, read-only after. It keeps this object alive.
-
-        A view taken before the put stays writable: do not write through it any more.
-        """
-        self._need_valid("byte_array")
-        view = memoryview(self._buffer(self))
-        return view.toreadonly() if self._part.published else view
-
-    def _need_valid(self, what: str) -> None:
-        if self._attachment.closed:
-            raise self._attachment.error(lib.SHMC_E_CLOSED, what)
-        if not self._holds:
-            raise errors.StaleHandleError(f"{what}: the object was released before")
-
-    @property
-    def data_ptr(self) -> int:
-        """Address of the first byte in this process; StaleHandleError once released."""
-        self._need_valid("data_ptr")
-        return int(self._attachment.address + self._part.offset)
-
-    @property
-    def shm_offset(self) -> int:
-        """Byte offset in the arena, the same in all processes."""
-        return int(self._part.offset)
-
-    @property
-    def shm_byte_length(self) -> int:
-        """The same as `get_size()`, under LMCache's name."""
-        return int(self._part.size)
-
-    # ---- description --------------------------------------------------------------------------------
-
-    def get_size(self) -> int:
-        """Bytes asked for."""
-        return int(self._part.size)
-
-    def get_physical_size(self) -> int:
-        """Bytes of the extent, at least `get_size()`."""
-        return int(self._part.extent)
-
-    def get_shapes(self) -> list[torch.Size]:
-        """Shape of each tensor."""
-        import torch
-
-        return [torch.Size(g.shape) for g in self._look().groups]
-
-    def get_shape(self) -> torch.Size:
-        """Shape of the (first) tensor."""
-        return self.get_shapes()[0]
-
-    def get_dtypes(self) -> list[torch.dtype]:
-        """Element type of each tensor."""
-        return [torch_dtype(g.dtype) for g in self._look().groups]
-
-    def get_dtype(self) -> torch.dtype:
-        """Element type of the (first) tensor."""
-        return self.get_dtypes()[0]
-
-    def get_memory_format(self) -> MemoryFormat:
-        """How the dimensions are to be read."""
-        return format_of(self._look().fmt)
-
-    def get_num_tokens(self) -> int:
-        """The dimension of the (first) shape that counts tokens under the memory format."""
-        shape = self._look().groups[0].shape
-        dim = self.get_memory_format().token_dim()
-        return shape[dim] if dim < len(shape) else 1
 
     @property
     def metadata(self) -> MemoryObjMetadata:
@@ -479,17 +313,26 @@ class MemoryObj:
             shapes=shapes, dtypes=dtypes,
         )  # fmt: skip
 
-    @property
-    def published(self) -> bool:
-        """Whether it is, or was, in the cache."""
-        return bool(self._part.published)
-
     def parent(self) -> Namespace:
         """The namespace it was allocated or found in."""
-        return self._namespace
+        return cast("Namespace", self._namespace)
 
-    def __repr__(self) -> str:
-        layout = self._look()
-        what = ", ".join(f"{list(g.shape)} {g.dtype.name}" for g in layout.groups)
-        state = "closed" if self._attachment.closed else "released" if not self._holds else "valid"
-        return f"<MemoryObj {what} at {self.shm_offset} of {self._attachment.name!r}, {state}>"
+
+def release_many(objs: Iterable[MemoryObj], after: EventLike | None = None) -> None:
+    """Release several objects, last to first, where possible in one call. See `MemoryObj.release`."""
+    batch: list[tuple[MemoryObj, list[Hold]]] = []
+    attachment: Attachment | None = None
+    for obj in objs:
+        if after is not None or obj._more is not None or obj._attachment is not (attachment or obj._attachment):
+            obj.release(after)
+            continue
+        attachment = obj._attachment
+        batch.append((obj, _take_all(obj._holds)))
+    if attachment is None:
+        return
+    rc = attachment.release([hold for _, holds in batch for hold in holds])
+    if rc < 0:
+        for obj, holds in batch:
+            obj._holds[:0] = holds
+        for obj, _ in batch:
+            obj.release()

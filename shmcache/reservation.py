@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from ._allocate import Deadline, Growth, take_memory, too_large
+from ._allocate import Deadline, Growth, too_large
 from ._core import PART, ffi, lib
 from ._keys import Key, PackedKeys, pack
 from ._meta import Layout
@@ -64,9 +64,9 @@ class Reservation:
         self.obj: MemoryObj | None = None
         self.state: ReservationState
         growth = Growth()
-        made_room = False
+        flags = 0
         while True:
-            rc, obj = self._try(layout.nbytes, layout)
+            rc, obj = self._try(layout.nbytes, layout, flags)
             self.obj = obj
             if rc == lib.SHMC_OK:
                 self.state = ReservationState.WRITE
@@ -78,18 +78,13 @@ class Reservation:
                 raise too_large(namespace, layout)
             else:
                 if rc == lib.SHMC_GROW:
-                    if growth.grow(namespace.cache._attachment.committer()):
-                        continue
-                    if not made_room:
-                        made_room = True
-                        room = take_memory(namespace, layout, 1, True, 0.0)
-                        if room is not None:
-                            room[0].release()
-                            continue
+                    if not growth.grow(namespace.cache._attachment.committer()):
+                        flags = lib.SHMC_F_NO_GROW  # make do with what is there
+                    continue
                 self.state = ReservationState.FULL
             return
 
-    def _try(self, size: int, layout: Layout | None) -> tuple[int, MemoryObj | None]:
+    def _try(self, size: int, layout: Layout | None, flags: int = 0) -> tuple[int, MemoryObj | None]:
         """One call: status, and the object when the owner got a hold. Negative: E_CAPACITY only."""
         namespace = self._namespace
         blob = b"" if layout is None else layout.blob
@@ -98,13 +93,13 @@ class Reservation:
             hold = a.new_hold()
             where = ffi.new(PART)
             rc = lib.shmc_reserve(
-                a.handle, namespace._index, self._packed.c, self._part, size, blob, len(blob), hold[0], where,
+                a.handle, namespace._index, self._packed.c, self._part, size, blob, len(blob), flags, hold[0], where,
                 self._ticket,
             )  # fmt: skip
             if rc in (lib.SHMC_OK, lib.SHMC_FOUND):
                 return rc, MemoryObj(a, namespace, [hold], where, layout if rc == lib.SHMC_OK else None)
-            a.empty_holds([hold])
             if rc >= 0 or rc == lib.SHMC_E_CAPACITY:
+                a.empty_holds([hold])
                 return rc, None
             a.recover(rc, "reserve")
 

@@ -27,10 +27,11 @@ uint32_t slot_claim(struct core *c, int32_t pid, uint64_t start, uint64_t stack,
     return NIL;
 }
 
-bool slot_condemn(struct core *c, uint32_t slot, uint32_t gen, bool gone)
+bool slot_condemn(struct core *c, uint32_t slot, const shmc_slot_info *judged, bool gone)
 {
     struct slot *s = slot_at(c, slot);
-    if (s->gen != gen || s->state == SHMC_SLOT_FREE) return false;
+    if (s->state == SHMC_SLOT_FREE || s->gen != judged->gen || s->pid != judged->pid) return false;
+    if (s->start_time != judged->start_time || s->start_stack != judged->start_stack) return false;
     uint32_t to = gone ? SHMC_SLOT_REAPING : SHMC_SLOT_QUARANTINE;
     if (s->state == SHMC_SLOT_REAPING || s->state == to) return true;
     tx_begin(c, TX_REAP);

@@ -15,8 +15,10 @@
 
 /* slot_claim -- index of a slot now LIVE, or NIL: the table is full */
 uint32_t slot_claim(struct core *c, int32_t pid, uint64_t start, uint64_t stack, uint32_t rank, const char *label, uint32_t *gen);
-/* slot_condemn -- LIVE to QUARANTINE or REAPING, QUARANTINE to REAPING; false: it is another by now */
-bool slot_condemn(struct core *c, uint32_t slot, uint32_t gen, bool gone);
+/* slot_condemn -- LIVE to QUARANTINE or REAPING, QUARANTINE to REAPING; false: it is not the one that was
+ * judged any more. All that the judgement rests on is compared, not the generation alone: a claim that is
+ * rolled back gives its generation to the next one. */
+bool slot_condemn(struct core *c, uint32_t slot, const shmc_slot_info *judged, bool gone);
 /* slot_empty_step -- release one batch of a condemned slot; true: more is left */
 bool slot_empty_step(struct core *c, uint32_t slot, uint32_t gen, shmc_reap_report *report);
 static inline bool slot_mine(struct core *c)

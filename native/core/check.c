@@ -121,7 +121,7 @@ static void check_holds(struct core *c, struct marks *m, struct report *r)
             for (uint32_t i = w ? k->writes : k->holds; i != NIL && visit(r, m->hold, c->n_holds, i, M_SLOT, "slot list"); prev = i, i = c->holds[i].snext, n++) {
                 const struct hold *o = &c->holds[i];
                 if (o->slot != s || o->slot_gen != k->gen) say(r, "hold %u: on slot %u's list, owner %u", i, s, o->slot);
-                if ((o->kind == H_WRITE) != (w == 1) || o->kind == H_FREE || o->kind > H_LOOKUP_PIN) say(r, "hold %u: kind %u on the wrong list", i, o->kind);
+                if (hold_on_writes(o->kind) != (w == 1) || o->kind == H_FREE || o->kind > H_WRITE_PIN) say(r, "hold %u: kind %u on the wrong list", i, o->kind);
                 if (o->sprev != prev) say(r, "hold %u: back link", i);
             }
             if (n != (w ? k->n_writes : k->n_holds)) say(r, "slot %u: counted %u holds, stored %u", s, n, w ? k->n_writes : k->n_holds);
@@ -140,7 +140,7 @@ static uint32_t target_walk(struct core *c, struct marks *m, struct report *r, u
         if (o->target != target || hold_on_block(o->kind) != block) say(r, "hold %u: on the list of %s %u, target %u", i, block ? "block" : "chunk", target, o->target);
         if (o->tprev != prev) say(r, "hold %u: target back link", i);
         if (!(m->hold[i] & M_SLOT)) say(r, "hold %u: on no slot's list", i);
-        if (o->kind == H_REF || o->kind == H_WRITE) ++*refs;
+        if (hold_is_ref(o->kind)) ++*refs;
     }
     return n;
 }
@@ -176,7 +176,7 @@ static void check_chunk(struct core *c, struct marks *m, struct report *r, uint3
         if (o->state == B_PUBLISHED) { published++; grans += o->len; }
         else if (o->state != B_WRITING) say(r, "chunk %u: part block %u has state %u", i, b, o->state);
         if (o->holds != NIL) held++;
-        if (part_find(c, i, o->part) != b) say(r, "chunk %u: part %u is not found by hash", i, o->part);
+        if (!(m->block[b] & M_INDEX)) say(r, "chunk %u: part %u is in no bucket", i, o->part);
     }
     *parts += n;
     uint32_t f = k->flags & ~(uint32_t)C_PARKED;
@@ -203,6 +203,16 @@ static void check_index(struct core *c, struct marks *m, struct report *r)
             uint64_t hash = index_hash(c, k->ns, k->key, len, k->ktype);
             if (((uint32_t)hash & (c->n_buckets - 1)) != b || (uint32_t)(hash >> 32) != k->tag) say(r, "bucket %u: chunk %u does not belong", b, i);
             if (!(k->flags & (C_LINKED | C_GONE | C_SHELL))) say(r, "bucket %u: chunk %u has flags %x", b, i, k->flags);
+        }
+}
+
+static void check_part_index(struct core *c, struct marks *m, struct report *r)
+{
+    for (uint32_t bucket = 0; bucket < c->n_part_buckets; bucket++)
+        for (uint32_t b = c->part_buckets[bucket]; b != NIL && visit(r, m->block, c->n_blocks, b, M_INDEX, "part bucket"); b = c->blocks[b].link_a) {
+            const struct block *k = &c->blocks[b];
+            if (k->chunk >= c->n_chunks || (k->state != B_PUBLISHED && k->state != B_WRITING) || part_bucket(c, k->chunk, k->part) != &c->part_buckets[bucket])
+                say(r, "part bucket %u: block %u does not belong", bucket, b);
         }
 }
 
@@ -295,6 +305,7 @@ uint32_t check_all(struct core *c, void *scratch, char *text, uint32_t cap)
     check_holds(c, &m, &r);
     check_blocks(c, &m, &r);
     check_index(c, &m, &r);
+    check_part_index(c, &m, &r);
     check_policy(c, &m, &r);
     check_counters(c, &m, &r);
     check_events(c, &r);

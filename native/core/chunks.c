@@ -108,7 +108,7 @@ static uint32_t take_in_tx(struct core *c, enum hold_kind kind, uint32_t target)
     if (i == NIL) return NIL;
     if (!hold_on_block(kind)) { chunk_hold_up(c, target); return i; }
     struct block *b = block_at(c, target);
-    if (kind != H_BLOCK_PIN) tx32(c, &b->refs, b->refs + 1);
+    if (hold_is_ref(kind)) tx32(c, &b->refs, b->refs + 1);
     if (first && b->chunk != NIL) chunk_hold_up(c, b->chunk);
     return i;
 }
@@ -144,7 +144,7 @@ void let_go(struct core *c, uint32_t hold, enum tx_op op)
         chunk_hold_down(c, target);
     } else {
         struct block *b = block_at(c, target);
-        if (kind != H_BLOCK_PIN) tx32(c, &b->refs, b->refs - 1);
+        if (hold_is_ref(kind)) tx32(c, &b->refs, b->refs - 1);
         if (b->holds == NIL) {
             uint32_t chunk = b->chunk;
             if (b->state == B_WRITING) {         /* abort: nobody ever saw these bytes */
@@ -168,7 +168,7 @@ uint32_t block_new(struct core *c, uint32_t ns, uint32_t len, uint64_t size, con
     if (hold == NIL) { tx_rollback(c); return NIL; }
     struct block *b = block_at(c, i);
     PUT(&b->size, size);                          /* unlogged: unreachable, only its writer has the index */
-    memcpy(b->meta, meta, meta_len);              /* unlogged: as above */
+    if (meta_len) memcpy(b->meta, meta, meta_len);   /* unlogged: as above */
     PUT(&b->meta_len, (uint16_t)meta_len);        /* unlogged: as above */
     PUT(&b->ns, (uint16_t)ns);                    /* unlogged: as above */
     PUT(&b->ns_gen, ns_at(c, ns)->gen);           /* unlogged: as above */
@@ -187,16 +187,6 @@ static void part_attach(struct core *c, uint32_t chunk, uint32_t block, uint32_t
     part_insert(c, block);
     chunk_hold_up(c, chunk);
     tx32(c, &c->hdr->parts, c->hdr->parts + 1);
-}
-
-/* Undo a reservation of `block`, wherever it stands: its key was published by somebody, or removed. */
-static void unreserve(struct core *c, uint32_t block)
-{
-    uint32_t chunk = block_at(c, block)->chunk;
-    if (chunk == NIL) return;
-    part_detach(c, block);
-    chunk_hold_down(c, chunk);
-    c->wake |= 2;
 }
 
 static void part_published(struct core *c, uint32_t i, uint32_t block, uint32_t parent)
@@ -256,7 +246,7 @@ int reserve_part(struct core *c, uint32_t ns, const struct key *key, uint32_t bl
     if (i != NIL && part_find(c, i, part) != NIL) return SHMC_PENDING;
     if (i == NIL && c->hdr->free_chunk == NIL) return SHMC_FULL;
     tx_begin(c, TX_RESERVE);
-    unreserve(c, block);
+    SOUND(c, block_at(c, block)->chunk == NIL, "a block is reserved once");
     if (i == NIL) i = chunk_new(c, ns, key);
     part_attach(c, i, block, part);
     return tx_commit(c) ? SHMC_OK : SHMC_E_POISONED;

@@ -10,6 +10,9 @@
 #define SHMC_EVENTS_H
 #include "journal.h"
 
+/* shmc_events_offset -- where the ring lies in a segment of this geometry */
+uint64_t shmc_events_offset(const shmc_geometry *g);
+
 void event_add(struct core *c, enum shmc_event_kind kind, enum shmc_event_cause cause, const struct chunk *k);
 
 #endif

@@ -96,23 +96,25 @@ int shmc_plan(shmc_geometry *g)
 
 /* ---- format --------------------------------------------------------------------------------- */
 
-void core_bind(struct core *c, void *base, uint64_t size)
+uint64_t shmc_events_offset(const shmc_geometry *g) { return place(g).events; }
+
+void core_bind(struct core *c, void *base, uint64_t size, const shmc_geometry *g)
 {
     struct header *h = base;
-    const shmc_geometry *g = &h->geo;
+    struct tables t = place(g);
     memset(c, 0, sizeof *c);
     c->base = base;
     c->size = size;
     c->hdr = h;
-    c->slots = (void *)(c->base + h->at_slots);
-    c->namespaces = (void *)(c->base + h->at_namespaces);
-    c->regions = (void *)(c->base + h->at_regions);
-    c->buckets = (void *)(c->base + h->at_buckets);
-    c->part_buckets = (void *)(c->base + h->at_part_buckets);
-    c->chunks = (void *)(c->base + h->at_chunks);
-    c->blocks = (void *)(c->base + h->at_blocks);
-    c->holds = (void *)(c->base + h->at_holds);
-    c->events = (void *)(c->base + h->at_events);
+    c->slots = (void *)(c->base + t.slots);
+    c->namespaces = (void *)(c->base + t.namespaces);
+    c->regions = (void *)(c->base + t.regions);
+    c->buckets = (void *)(c->base + t.buckets);
+    c->part_buckets = (void *)(c->base + t.part_buckets);
+    c->chunks = (void *)(c->base + t.chunks);
+    c->blocks = (void *)(c->base + t.blocks);
+    c->holds = (void *)(c->base + t.holds);
+    c->events = (void *)(c->base + t.events);
     c->n_slots = g->max_attachments;
     c->n_namespaces = g->max_namespaces;
     c->n_regions = g->n_regions;
@@ -123,8 +125,8 @@ void core_bind(struct core *c, void *base, uint64_t size)
     c->n_holds = g->max_holds;
     c->n_events = g->n_events;
     c->align_shift = (uint32_t)__builtin_ctz(g->align);
-    c->full_grans = h->full_region_grans;
-    c->stride_grans = h->stride_grans;
+    c->full_grans = (uint32_t)(g->region_bytes / g->align);
+    c->stride_grans = (uint32_t)(g->region_stride / g->align);
     c->policy = g->policy;
     c->capacity_grans = (uint32_t)(g->capacity / g->align);
     c->arena_bytes = g->region_stride * g->n_regions;
@@ -160,10 +162,10 @@ int shmc_format(void *base, uint64_t size, const shmc_geometry *g, uint64_t inst
     if (lock_format(h)) return SHMC_E_OS;
 
     struct core c;
-    core_bind(&c, base, size);
+    core_bind(&c, base, size, g);
     memset((uint8_t *)h + offsetof(struct header, acquisitions), 0, sizeof *h - offsetof(struct header, acquisitions));
     memset(c.base + t.slots, 0, size - t.slots);
-    h->lease_min = h->parked = h->drain = NIL;           /* unlogged: format */
+    h->lease_min = h->lease_recent = h->parked = h->drain = NIL;           /* unlogged: format */
     memset(h->bin, 0xff, sizeof h->bin);
     memset(h->level_head, 0xff, sizeof h->level_head);
     memset(h->level_tail, 0xff, sizeof h->level_tail);
@@ -184,7 +186,8 @@ int shmc_format(void *base, uint64_t size, const shmc_geometry *g, uint64_t inst
 void shmc_format_region(void *base, uint32_t region, uint64_t inode)
 {
     struct core c;
-    core_bind(&c, base, 0);
+    const shmc_geometry g = ((struct header *)base)->geo;
+    core_bind(&c, base, 0, &g);
     if (region < c.n_regions) c.regions[region].inode = inode;   /* unlogged: format */
 }
 
@@ -227,33 +230,38 @@ int shmc_validate(const void *base, uint64_t size, shmc_geometry *g_out, shmc_id
 int shmc_takeover(void *base, uint64_t size, uint64_t pid_ns, uint64_t time_ns)
 {
     struct core c;
-    int rc = shmc_validate(base, size, NULL, NULL);
+    shmc_geometry g;
+    int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
-    core_bind(&c, base, size);
+    core_bind(&c, base, size, &g);
     if (c.hdr->state == SHMC_S_POISONED) return SHMC_E_POISONED;
+    /* Nobody's from here on: who comes after a death in here must take over again, since no lock tells of it. */
+    c.hdr->pid_ns = ~0ull;                               /* unlogged: nobody is attached */
+    FENCE();
     tx_rollback(&c);
     if (lock_format(c.hdr)) return SHMC_E_OS;
     /* nobody is attached, so every slot's process is gone, whatever its number means here */
     shmc_reap_report report = {0};
     for (uint32_t i = 0; i < c.n_slots && !c.bad; i++) {
-        uint32_t gen = c.slots[i].gen;
-        if (c.slots[i].state == SHMC_SLOT_FREE || !slot_condemn(&c, i, gen, true)) continue;
-        do c.words = c.frees = 0; while (slot_empty_step(&c, i, gen, &report));
+        shmc_slot_info s;
+        if (shmc_peek_slot(base, size, i, &s) || s.state == SHMC_SLOT_FREE || !slot_condemn(&c, i, &s, true)) continue;
+        do c.words = c.frees = 0; while (slot_empty_step(&c, i, s.gen, &report));
     }
     if (c.bad) { shmc_set_state(base, SHMC_S_POISONED); return SHMC_E_POISONED; }
-    c.hdr->pid_ns = pid_ns;                              /* unlogged: nobody is attached */
-    c.hdr->time_ns = time_ns;                            /* unlogged: as above */
+    c.hdr->time_ns = time_ns;                            /* unlogged: nobody is attached */
+    FENCE();
+    c.hdr->pid_ns = pid_ns;                              /* unlogged: as above */
     return SHMC_OK;
 }
 
 int shmc_peek_slot(const void *base, uint64_t size, uint32_t slot, shmc_slot_info *out)
 {
-    const struct header *h = base;
-    int rc = shmc_validate(base, size, NULL, NULL);
+    shmc_geometry g;
+    int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
-    if (slot >= h->geo.max_attachments) return SHMC_E_NOT_FOUND;
+    if (slot >= g.max_attachments) return SHMC_E_NOT_FOUND;
     struct slot s;
-    memcpy(&s, (const uint8_t *)base + h->at_slots + (uint64_t)slot * sizeof s, sizeof s);
+    memcpy(&s, (const uint8_t *)base + place(&g).slots + (uint64_t)slot * sizeof s, sizeof s);
     *out = (shmc_slot_info){.state = s.state, .gen = s.gen, .rank = s.rank, .holds = s.n_holds, .pid = s.pid, .writes = s.n_writes,
         .start_time = s.start_time, .start_stack = s.start_stack, .attached_ns = s.attached_ns};
     memcpy(out->label, s.label, sizeof out->label);

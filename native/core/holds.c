@@ -19,7 +19,7 @@ uint32_t hold_link(struct core *c, enum hold_kind kind, uint32_t target, uint32_
     if (k->slot != c->me) tx16(c, &k->slot, (uint16_t)c->me);
     if (k->slot_gen != c->me_gen) tx32(c, &k->slot_gen, c->me_gen);
     target_list_push(c, target_head, i);
-    if (kind == H_WRITE) {
+    if (hold_on_writes(kind)) {
         slot_list_push(c, &s->writes, i);
         tx32(c, &s->n_writes, s->n_writes + 1);
     } else {
@@ -33,7 +33,7 @@ static void off_slot(struct core *c, uint32_t i)
 {
     struct hold *k = hold_at(c, i);
     struct slot *s = slot_at(c, k->slot);
-    if (k->kind == H_WRITE) {
+    if (hold_on_writes(k->kind)) {
         slot_list_unlink(c, &s->writes, i);
         tx32(c, &s->n_writes, s->n_writes - 1);
     } else {
@@ -53,6 +53,7 @@ void hold_unlink(struct core *c, uint32_t i, uint32_t *target_head)
     tx32(c, &k->tnext, h->free_hold);
     tx32(c, &h->free_hold, i);
     tx32(c, &h->holds, h->holds - 1);
+    c->wake |= 1;                        /* who found the pool empty looks again */
 }
 
 bool hold_mine(struct core *c, struct ref r)
@@ -77,6 +78,6 @@ void hold_lease(struct core *c, uint32_t i, uint32_t deadline)
 {
     struct header *h = c->hdr;
     tx32(c, &hold_at(c, i)->deadline, deadline);
-    tx32(c, &h->lease_grants, h->lease_grants + 1);
     if (deadline < h->lease_min) tx32(c, &h->lease_min, deadline);
+    if (deadline < h->lease_recent) tx32(c, &h->lease_recent, deadline);
 }

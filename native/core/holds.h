@@ -4,8 +4,8 @@
  * lists, its attachment's and its target's, and is named by (index, generation), so a stale or
  * second release is detected and never finds a newer version of a key.
  *
- *   H_REF, H_WRITE, H_BLOCK_PIN on a block;  H_KEY_PIN, H_LOOKUP_PIN on a chunk
- *   H_WRITE hangs on slot.writes, all others on slot.holds (see struct slot)
+ *   H_REF, H_WRITE, H_BLOCK_PIN, H_WRITE_PIN on a block;  H_KEY_PIN, H_LOOKUP_PIN on a chunk
+ *   H_WRITE and H_WRITE_PIN hang on slot.writes, all others on slot.holds (see struct slot)
  *
  * This file is list mechanics; what the first and the last hold mean is in chunks.c.
  */
@@ -15,7 +15,9 @@
 
 struct ref { uint32_t hold, gen; };
 
-static inline bool hold_on_block(uint32_t kind) { return kind == H_REF || kind == H_WRITE || kind == H_BLOCK_PIN; }
+static inline bool hold_on_block(uint32_t kind) { return kind != H_KEY_PIN && kind != H_LOOKUP_PIN; }
+static inline bool hold_is_ref(uint32_t kind) { return kind == H_REF || kind == H_WRITE; }
+static inline bool hold_on_writes(uint32_t kind) { return kind == H_WRITE || kind == H_WRITE_PIN; }
 
 /* hold_link -- take a record from the pool and put it on both lists; NIL: the pool is empty */
 uint32_t hold_link(struct core *c, enum hold_kind kind, uint32_t target, uint32_t *target_head);

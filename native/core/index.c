@@ -70,7 +70,7 @@ void index_remove(struct core *c, uint32_t chunk)
     tx32(c, link, k->hnext);
 }
 
-static uint32_t *part_bucket(struct core *c, uint32_t chunk, uint32_t part)
+uint32_t *part_bucket(struct core *c, uint32_t chunk, uint32_t part)
 {
     uint64_t h = fold(c->seed[0] ^ chunk, c->seed[1] ^ part ^ 0x9e3779b97f4a7c15u);
     return &c->part_buckets[(uint32_t)h & (c->n_part_buckets - 1)];

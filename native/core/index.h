@@ -24,6 +24,7 @@ uint32_t index_next(struct core *c, uint32_t ns, const struct key *k, uint32_t a
 void index_insert(struct core *c, uint32_t chunk);
 void index_remove(struct core *c, uint32_t chunk);
 
+uint32_t *part_bucket(struct core *c, uint32_t chunk, uint32_t part);
 uint32_t part_find(struct core *c, uint32_t chunk, uint32_t part);
 void part_insert(struct core *c, uint32_t block);
 void part_remove(struct core *c, uint32_t block);

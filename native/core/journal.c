@@ -59,7 +59,7 @@ void tx_rollback(struct core *c)
     while (n-- > 0) {                                    /* <= JOURNAL_CAP */
         const struct undo *u = &h->journal.rec[n];
         uint64_t off = (uint64_t)u->off2 * 2;
-        if (off < offsetof(struct header, seq) || off + u->width > c->size) { c->bad = true; continue; }
+        if (off < offsetof(struct header, seq) || off + u->width > c->size || (u->width && off % u->width)) { c->bad = true; continue; }
         void *p = c->base + off;
         switch (u->width) {
         case 2: PUT((uint16_t *)p, (uint16_t)u->old); break;

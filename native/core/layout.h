@@ -79,7 +79,7 @@ struct header {
     uint32_t complete, linked, stale, stale_hand;      /* stale: linked chunks of an older generation */
     uint32_t slots, namespaces, parked, n_parked;
     uint32_t ready_grans, used_grans, linked_grans, evictable_grans;
-    uint32_t lease_min, lease_grants;                  /* no lease ends before this tick */
+    uint32_t lease_min, lease_recent, lease_sweeps;    /* no lease ends before lease_min; lease_recent: of those given since the last sweep began */
     uint32_t fl_map, sl_map[FL_COUNT];
     uint32_t bin[N_BINS];
     uint32_t level_head[N_LEVELS], level_tail[N_LEVELS];
@@ -152,7 +152,8 @@ struct block {
     uint8_t meta[SHMC_META_MAX];            /* opaque to C: dtype, format, shape */
 };
 
-enum hold_kind { H_FREE = 0, H_REF = 1, H_WRITE = 2, H_BLOCK_PIN = 3, H_KEY_PIN = 4, H_LOOKUP_PIN = 5 };
+/* H_WRITE and H_WRITE_PIN: on a block that was not published when they were taken */
+enum hold_kind { H_FREE = 0, H_REF = 1, H_WRITE = 2, H_BLOCK_PIN = 3, H_KEY_PIN = 4, H_LOOKUP_PIN = 5, H_WRITE_PIN = 6 };
 
 /* One reference on a block or one pin on a chunk, owned by one attachment. 36 bytes. */
 struct hold {

@@ -4,7 +4,8 @@
 #include "lock.h"
 #include "../os/linux.h"
 
-enum { PROBE_NS = 100 * 1000 * 1000, SAMPLE_MASK = 63, FUTEX_TID = 0x3fffffff };
+enum { PROBE_NS = 100 * 1000 * 1000, GLANCE_NS = 1000 * 1000, SAMPLE_MASK = 63, FUTEX_TID = 0x3fffffff };
+#define FOREVER_NS (1ull << 60)
 
 int lock_format(struct header *h)
 {
@@ -24,6 +25,13 @@ int32_t lock_owner_tid(const struct header *h)
     uint32_t word;
     memcpy(&word, &h->lock, sizeof word);
     return (int32_t)(word & FUTEX_TID);
+}
+
+bool lock_awaited(const struct header *h)
+{
+    uint32_t word;
+    memcpy(&word, &h->lock, sizeof word);
+    return word >> 31;
 }
 
 /* The previous owner died inside. Dying in here again is fine: nothing below depends on the past. */
@@ -61,12 +69,13 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
         uint64_t now = os_now_ns(), held = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED);
         if (s->next_probe_ns && s->acquisitions == held && now < s->next_probe_ns) return SHMC_E_LOCK_TIMEOUT;
         bool again = s->next_probe_ns && s->acquisitions == held;
-        uint64_t wait = again && timeout_ns > 1000000 ? 1000000 : timeout_ns;
+        uint64_t wait = again && timeout_ns > GLANCE_NS ? GLANCE_NS : timeout_ns < FOREVER_NS ? timeout_ns : FOREVER_NS;
         uint64_t end = now + wait;
         struct timespec t = {.tv_sec = (time_t)(end / 1000000000u), .tv_nsec = (long)(end % 1000000000u)};
         rc = pthread_mutex_clocklock(&h->lock, CLOCK_MONOTONIC, &t);
         if (rc == ETIMEDOUT) {
             uint64_t seen = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED);
+            if (!again && timeout_ns <= GLANCE_NS) return SHMC_E_LOCK_TIMEOUT;   /* a destructor's glance proves nothing */
             if (!again) s->since_ns = now;
             s->next_probe_ns = seen == held ? os_now_ns() + PROBE_NS : 0;
             s->acquisitions = seen;
@@ -83,7 +92,8 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
     s->next_probe_ns = 0;
     hold_begins(c, op);
     if (__builtin_expect(h->state == SHMC_S_POISONED || c->bad, 0)) {
-        lock_release(c, NULL);
+        uint32_t none;
+        lock_release(c, &none);
         return SHMC_E_POISONED;
     }
     return 0;
@@ -102,14 +112,12 @@ int lock_release(struct core *c, uint32_t *wake)
         PUT(&h->hold_since, 0u);                                  /* unlogged: diagnosis */
     }
     bool bad = c->bad;
-    if (wake) {
-        *wake = 0;
-        for (uint32_t w = 0; w < 2; w++) {
-            if (!(c->wake >> w & 1) || !__atomic_load_n(&h->waiters[w], __ATOMIC_RELAXED)) continue;
-            __atomic_store_n(&h->waiters[w], 0, __ATOMIC_RELAXED);
-            __atomic_fetch_add(&h->wake[w], 1, __ATOMIC_RELAXED);
-            *wake |= 1u << w;
-        }
+    *wake = 0;
+    for (uint32_t w = 0; w < 2; w++) {
+        if (!(c->wake >> w & 1) || !__atomic_load_n(&h->waiters[w], __ATOMIC_RELAXED)) continue;
+        __atomic_store_n(&h->waiters[w], 0, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&h->wake[w], 1, __ATOMIC_RELAXED);
+        *wake |= 1u << w;
     }
     pthread_mutex_unlock(&h->lock);
     crash_point();

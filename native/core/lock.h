@@ -22,5 +22,7 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
 int lock_release(struct core *c, uint32_t *wake);
 /* lock_owner_tid -- thread id in the futex word (kernel ABI of robust futexes), 0: free */
 int32_t lock_owner_tid(const struct header *h);
+/* lock_awaited -- whether a thread sleeps on it (FUTEX_WAITERS in the same word) */
+bool lock_awaited(const struct header *h);
 
 #endif

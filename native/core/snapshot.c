@@ -5,11 +5,11 @@
 #include "events.h"
 #include "extents.h"
 
-static void fill(const struct header *h, shmc_stats *s)
+static void fill(const struct header *h, const shmc_geometry *g, shmc_stats *s)
 {
-    uint32_t shift = (uint32_t)__builtin_ctz(h->geo.align);
+    uint32_t shift = (uint32_t)__builtin_ctz(g->align);
     memcpy(s->stat, h->stat, sizeof s->stat);
-    s->capacity = h->geo.capacity;
+    s->capacity = g->capacity;
     s->ready = (uint64_t)h->ready_grans << shift;
     s->used = (uint64_t)h->used_grans << shift;
     s->free = s->ready - s->used;
@@ -35,11 +35,12 @@ static void fill(const struct header *h, shmc_stats *s)
 int shmc_stats_read(const void *base, uint64_t size, shmc_stats *out)
 {
     const struct header *h = base;
-    int rc = shmc_validate(base, size, NULL, NULL);
+    shmc_geometry g;
+    int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
     for (int tries = 0; tries < 1000; tries++) {
         uint64_t before = __atomic_load_n(&h->seq, __ATOMIC_ACQUIRE);
-        fill(h, out);
+        fill(h, &g, out);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         out->exact = !(before & 1) && __atomic_load_n(&h->seq, __ATOMIC_RELAXED) == before;
         if (out->exact) break;
@@ -53,7 +54,7 @@ int shmc_events_read(const void *base, uint64_t size, uint64_t since, shmc_event
     shmc_geometry g;
     int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
-    const struct event_rec *ring = (const void *)((const uint8_t *)base + h->at_events);
+    const struct event_rec *ring = (const void *)((const uint8_t *)base + shmc_events_offset(&g));
     uint64_t window = g.n_events - EVENT_SLACK;
     uint64_t end = __atomic_load_n(&h->event_published, __ATOMIC_ACQUIRE), at = since > end ? end : since;
     *n = 0;

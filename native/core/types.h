@@ -46,8 +46,8 @@ struct core {
     struct region sink_region;
 };
 
-/* core_bind -- point `c` at the tables of a segment whose header was validated */
-void core_bind(struct core *c, void *base, uint64_t size);
+/* core_bind -- point `c` at the tables of a segment; `g` is the private copy that was validated */
+void core_bind(struct core *c, void *base, uint64_t size, const shmc_geometry *g);
 
 #define ACCESSOR(name, type, table, count, sink)                                     \
     static inline struct type *name(struct core *c, uint32_t i)                      \

@@ -217,7 +217,7 @@ int shmc_pin(shmc *h, uint32_t ns, const shmc_keys *keys, uint64_t lease_ns, uin
 int shmc_unpin(shmc *h, uint32_t ns, const shmc_keys *keys, uint8_t *out);
 int shmc_touch(shmc *h, uint32_t ns, const shmc_keys *keys);
 int shmc_remove(shmc *h, uint32_t ns, const shmc_keys *keys, uint8_t *out);
-int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *key, uint32_t part, uint64_t size, const uint8_t *meta, uint32_t meta_len, shmc_owner *owner, shmc_part *out, uint32_t *ticket);
+int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *key, uint32_t part, uint64_t size, const uint8_t *meta, uint32_t meta_len, uint32_t flags, shmc_owner *owner, shmc_part *out, uint32_t *ticket);
 
 /* ---- looking inside ------------------------------------------------------------------------- */
 int shmc_stats_read(const void *base, uint64_t size, shmc_stats *out);   /* no lock */

@@ -44,8 +44,11 @@ static uint64_t generation = 1;
 static int guarded[GUARDED_MAX];          /* fd + 1; 0: free */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static void child_closes_guarded(void)
+static void child_begins(void)
 {
+    /* the only thread there is, so no race: a fork between two steps below would give two children one number */
+    generation++;
+    __atomic_store_n(word, generation, __ATOMIC_RELEASE);
     for (int i = 0; i < GUARDED_MAX; i++) {
         if (guarded[i]) close(guarded[i] - 1);
         guarded[i] = 0;
@@ -58,7 +61,7 @@ static void fork_init(void)
     if (p == MAP_FAILED || madvise(p, 4096, MADV_WIPEONFORK)) abort();  /* Linux < 4.14: not supported */
     word = p;
     __atomic_store_n(word, generation, __ATOMIC_RELEASE);
-    pthread_atfork(NULL, NULL, child_closes_guarded);
+    pthread_atfork(NULL, NULL, child_begins);
 }
 
 uint64_t os_generation(void)
@@ -66,7 +69,7 @@ uint64_t os_generation(void)
     if (__builtin_expect(!word, 0)) pthread_once(&once, fork_init);
     uint64_t w = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     if (__builtin_expect(w != 0, 1)) return w;
-    /* first call in a forked child: threads of it agree on the next generation */
+    /* a child made by raw clone, which runs no atfork handler: its threads agree on the next generation */
     uint64_t next = generation + 1, none = 0;
     if (__atomic_compare_exchange_n(word, &none, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
         generation = next;

@@ -32,6 +32,8 @@ extern struct world W;
 struct obj { shmc_owner *o; shmc_part p; };
 
 _Noreturn void die(const char *file, int line, const char *what, long long value);
+/* In pairs of victims the other one may have changed what a preparation finds: it then ends quietly. */
+extern bool lenient;
 #define must(cond) do { if (!(cond)) die(__FILE__, __LINE__, #cond, 0); } while (0)
 #define same(a, b) do { long long got_ = (long long)(a); if (got_ != (long long)(b)) die(__FILE__, __LINE__, #a " == " #b, got_); } while (0)
 
@@ -58,6 +60,7 @@ int try_put(struct obj *x, uint32_t ns, uint64_t k, uint32_t part);    /* 1 stor
 struct obj put(uint32_t ns, uint32_t grans, uint64_t k, uint32_t part);  /* allocated and published */
 void store(uint32_t ns, uint32_t grans, uint64_t k, uint32_t part);      /* and released */
 struct obj get(uint32_t ns, uint64_t k, uint32_t part);
+int reserve_as(struct obj *x, uint32_t ns, uint32_t grans, uint64_t k, uint32_t part, uint64_t labelled);
 int reserve(struct obj *x, uint32_t ns, uint32_t grans, uint64_t k, uint32_t part);
 void drop(struct obj *x);
 int has(uint32_t ns, uint64_t k, int part);

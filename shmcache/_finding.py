@@ -1,0 +1,200 @@
+"""The finding half of a namespace: by key, and whatever changes nothing but what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ._calls import Calls, lease_ns
+from ._core import PART, PARTS, U32, U64, ffi, lib
+from ._keys import Key, KeyCell, pack
+from ._order import list_keys
+from .lookup import Lookup
+from .memory import MemoryObj
+
+_contains = lib.shmc_contains
+_get = lib.shmc_get
+_new = ffi.new
+
+
+class Finding(Calls):
+    """Part of `Namespace`."""
+
+    __slots__ = ()
+
+    def contains(self, key: Key, *, part: int | None = None) -> bool:
+        """Whether the chunk is complete; with `part`, whether that part of it is published."""
+        a = self.cache._attachment
+        try:
+            cell = a.cells.pop()
+        except IndexError:
+            cell = KeyCell()
+        if type(key) is bytes and len(key) == cell.size:
+            cell.memory[0 : cell.size] = key
+        else:
+            cell.set(key)
+        rc = _contains(a.handle, self._index, cell.keys, -1 if part is None else self._part(part), cell.flag)
+        if rc < 0:
+            a.recover(rc, "contains")
+            return self.contains(key, part=part)
+        found: bool = cell.flag[0] == 1
+        a.cells.append(cell)
+        return found
+
+    def contains_many(self, keys: Iterable[Key], *, part: int | None = None) -> list[bool]:
+        """`contains` of each key, in one call."""
+        packed = pack(keys)
+        return self._flags("contains_many", _contains, packed, (-1 if part is None else self._part(part),))
+
+    def get(self, key: Key, *, part: int = 0) -> MemoryObj | None:
+        """A hold on published bytes, or None. It does not count as a use for eviction; see `touch`."""
+        if part:
+            self._part(part)
+        a = self.cache._attachment
+        try:
+            cell = a.cells.pop()
+        except IndexError:
+            cell = KeyCell()
+        if type(key) is bytes and len(key) == cell.size:
+            cell.memory[0 : cell.size] = key
+        else:
+            cell.set(key)
+        try:
+            hold = a.holds.pop()
+        except IndexError:
+            hold = a.new_hold()
+        where = _new(PART)
+        rc = _get(a.handle, self._index, cell.keys, part, hold[1], where)
+        if rc < 0:
+            a.recover(rc, "get")
+            return self.get(key, part=part)
+        a.cells.append(cell)
+        if where.published:
+            return MemoryObj(a, self, [hold], where)
+        a.holds.append(hold)
+        return None
+
+    def get_many(self, keys: Iterable[Key], *, part: int = 0) -> list[MemoryObj | None]:
+        """`get` of each key in one call (one lock round per 64); None where absent."""
+        packed = pack(keys)
+        if part:
+            self._part(part)
+        n = packed.n
+        if not n:
+            return []
+        while True:
+            a = self.cache._attachment
+            pairs, owners = a.new_holds(n)
+            parts = _new(PARTS, n)
+            rc = _get(a.handle, self._index, packed.c, part, owners, parts)
+            if rc >= 0:
+                break
+            a.recover(rc, "get_many")
+        found: list[MemoryObj | None] = []
+        unused = []
+        for i, pair in enumerate(pairs):
+            if parts[i].published:
+                found.append(MemoryObj(a, self, [pair], parts + i, None, parts))
+            else:
+                found.append(None)
+                unused.append(pair)
+        a.empty_holds(unused)
+        return found
+
+    def lookup(
+        self, keys: Iterable[Key], *, pin: bool = False, lease: float | None = None, touch: bool = True
+    ) -> Lookup:
+        """The leading complete chunks of `keys`.
+
+        Parameters
+        ----------
+        pin
+            keep each chunk from eviction until the lookup is released: it is pinned in the critical
+            section in which it is found, so that on return all `n` are there.
+        lease
+            seconds after which its pins end by themselves; by default the namespace's.
+        touch
+            count as a use: keys are touched from last to first, so that the first is hottest.
+        """
+        if lease is not None and not pin:
+            raise ValueError("lookup: a lease is for pins, say pin=True")
+        return Lookup(self, pack(keys), pin, self._lease if lease is None else lease_ns(lease), touch)
+
+    # ---- by key -----------------------------------------------------------------------------------
+
+    def pin(self, key: Key) -> bool:
+        """Keep the chunk from eviction until `unpin`, the namespace's lease, or this attachment's end.
+
+        False when it is absent. A pin is this attachment's own: nobody else can spend it.
+        """
+        return self._flags("pin", lib.shmc_pin, pack([key]), (self._lease,))[0]
+
+    def pin_many(self, keys: Iterable[Key]) -> list[bool]:
+        """`pin` of each key, in one call."""
+        return self._flags("pin_many", lib.shmc_pin, pack(keys), (self._lease,))
+
+    def unpin(self, key: Key) -> bool:
+        """Spend the oldest of this attachment's pins on any version of the key, also after a remove.
+
+        False, and nothing changes, when this attachment has none.
+        """
+        return self._flags("unpin", lib.shmc_unpin, pack([key]))[0]
+
+    def unpin_many(self, keys: Iterable[Key]) -> list[bool]:
+        """`unpin` of each key, in one call."""
+        return self._flags("unpin_many", lib.shmc_unpin, pack(keys))
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Count a use of each key, last first, so that the first is hottest. Absent keys are skipped."""
+        packed = pack(keys)
+        while packed.n:
+            a = self.cache._attachment
+            rc = lib.shmc_touch(a.handle, self._index, packed.c)
+            if rc >= 0:
+                return
+            a.recover(rc, "touch")
+
+    def remove(self, key: Key) -> bool:
+        """Unlink the chunk, all parts, also when held or pinned; False when absent.
+
+        Bytes live on while they are held.
+        """
+        return self._flags("remove", lib.shmc_remove, pack([key]))[0]
+
+    def remove_many(self, keys: Iterable[Key]) -> list[bool]:
+        """`remove` of each key, in one call."""
+        return self._flags("remove_many", lib.shmc_remove, pack(keys))
+
+    def clear(self) -> int:
+        """Remove every chunk that nobody holds or pins; how many those were."""
+        cursor, removed = _new(U32), _new(U64)
+        total: int = 0
+        while True:
+            a = self.cache._attachment
+            removed[0] = 0
+            rc = lib.shmc_clear(a.handle, self._index, cursor, removed)
+            total += removed[0]
+            if rc == 0:
+                return total
+            if rc < 0:
+                a.recover(rc, "clear")
+
+    def keys(self, part: int | None = None) -> list[Key]:
+        """Keys of complete chunks, coldest to hottest; with `part`, of those whose part is published."""
+        if part is None:
+            return list_keys(self.cache, self._index, self.parts)
+        self._part(part)
+        known = pack(list_keys(self.cache, self._index, 1))
+        if self.parts == 1:
+            return list(known)
+        there = self._flags("keys", _contains, known, (part,))
+        return [key for key, is_there in zip(known, there, strict=True) if is_there]
+
+    def bump(self) -> int:
+        """Invalidate all chunks of the namespace at once, whatever their number; the new generation."""
+        generation = _new(U32)
+        while True:
+            a = self.cache._attachment
+            rc = lib.shmc_bump(a.handle, self._index, generation)
+            if rc >= 0:
+                return int(generation[0])
+            a.recover(rc, "bump")

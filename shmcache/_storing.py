@@ -1,0 +1,244 @@
+"""The storing half of a namespace: allocate and put."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from . import errors
+from ._allocate import take_memory
+from ._attachment import Attachment
+from ._calls import Calls
+from ._core import BYTES, NULL, OWNERS, PART, ffi, lib
+from ._defer import EventLike
+from ._keys import Key, KeyCell, PackedKeys, pack
+from ._meta import layout_of
+from ._pending import PendingPut
+from .memory import MemoryObj
+
+_alloc = lib.shmc_alloc
+_put = lib.shmc_put
+_new = ffi.new
+
+
+class Storing(Calls):
+    """Part of `Namespace`."""
+
+    __slots__ = ()
+
+    def allocate(
+        self, shape: Any, dtype: Any = None, *, fmt: Any = None, evict: bool = True, timeout: float | None = 0.0
+    ) -> MemoryObj | None:
+        """One extent, one hold, contents undefined.
+
+        Parameters
+        ----------
+        shape
+            dimensions, each at least 1, or `()`; an int without a dtype is a number of bytes. With a
+            list of dtypes, a list of as many shapes: several tensors in one object.
+        dtype
+            of torch or numpy, or a name.
+        fmt
+            a `MemoryFormat`; by default undefined.
+        evict
+            whether chunks may be evicted to make room.
+        timeout
+            seconds to wait for memory, None for ever. A region that is being committed is waited
+            for up to 1 s in any case, and the arena grows before anything is evicted.
+
+        Returns
+        -------
+        MemoryObj or None
+            None when memory cannot be had within the timeout.
+
+        Raises
+        ------
+        ValueError
+            an empty, negative or overflowing size.
+        CapacityError
+            it could never fit; nothing was evicted.
+        """
+        layout = layout_of(shape, dtype, fmt)
+        a = self.cache._attachment
+        try:
+            hold = a.holds.pop()
+        except IndexError:
+            hold = a.new_hold()
+        part = _new(PART)
+        blob = layout.blob
+        rc = _alloc(
+            a.handle, self._index, layout.nbytes, blob, len(blob), 1, 0 if evict else 4, hold[1], part, a.ticket
+        )
+        if rc == 0:
+            return MemoryObj(a, self, [hold], part, layout)
+        if rc == lib.SHMC_FULL and timeout == 0:
+            a.holds.append(hold)
+            return None
+        found = take_memory(self, layout, 1, evict, timeout)
+        return found[0] if found else None
+
+    def allocate_many(
+        self, shape: Any, dtype: Any = None, n: int = 1, *, fmt: Any = None, evict: bool = True,
+        timeout: float | None = 0.0,
+    ) -> list[MemoryObj] | None:  # fmt: skip
+        """n objects alike, or None: all or nothing. Nothing is held while it waits. See `allocate`."""
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"n is {n!r}: how many objects, at least 0")
+        layout = layout_of(shape, dtype, fmt)
+        return take_memory(self, layout, n, evict, timeout) if n else []
+
+    def put(
+        self, key: Key, obj: MemoryObj, *, part: int = 0, parent: Key | None = None, after: EventLike | None = None
+    ) -> bool:
+        """Publish an object under a key.
+
+        Parameters
+        ----------
+        part
+            which part of the chunk it is: the rank.
+        parent
+            key of the chunk before it in the prompt, so that a prefix outlives its extensions.
+        after
+            anything with `query()`: published once that is true. Returns True at once, meaning
+            accepted; the object may be released meanwhile.
+
+        Returns
+        -------
+        bool
+            True when newly stored. False when that part is there already (the first bytes stay and
+            the caller keeps its object), or when the namespace was bumped since the allocation.
+
+        Raises
+        ------
+        ValueError
+            the object was published before, or is of another namespace or cache.
+        StaleHandleError
+            it was released.
+        """
+        if part:
+            self._part(part)
+        a = self.cache._attachment
+        if (
+            after is not None
+            or type(obj) is not MemoryObj
+            or obj._namespace is not self
+            or obj._attachment is not a
+            or obj._more is not None
+        ):
+            return self._put_unusual(key, obj, part, parent, after)
+        try:
+            hold = obj._holds[0]
+        except IndexError:
+            self._check_puttable([obj])
+            raise
+        try:
+            cell = a.cells.pop()
+        except IndexError:
+            cell = KeyCell()
+        if type(key) is bytes and len(key) == cell.size:
+            cell.memory[0 : cell.size] = key
+        else:
+            cell.set(key)
+        before = NULL if parent is None else pack([parent]).c
+        rc = _put(a.handle, self._index, cell.keys, hold[1], part, before, cell.flag)
+        if rc < 0:
+            self._put_failed(a, rc, [obj])
+            return self.put(key, obj, part=part, parent=parent)
+        stored: bool = cell.flag[0] == 1
+        a.cells.append(cell)
+        if stored:
+            obj._part.published = 1
+        return stored
+
+    def _put_unusual(self, key: Key, obj: MemoryObj, part: int, parent: Key | None, after: EventLike | None) -> bool:
+        return self.put_many([key], [obj], part=part, parent=parent, after=after)[0]
+
+    def put_many(
+        self, keys: Iterable[Key], objs: Sequence[MemoryObj], *, part: int = 0, parent: Key | None = None,
+        after: EventLike | None = None,
+    ) -> list[bool]:  # fmt: skip
+        """Publish several objects in one call, in this order; see `put` for each.
+
+        With `parent` the keys form a chain: the first is its child, and each the child of the one
+        before. Everything is checked before anything is done.
+        """
+        packed = pack(keys)
+        if part:
+            self._part(part)
+        objs = list(objs)
+        if len(objs) != packed.n:
+            raise ValueError(f"put_many: {packed.n} keys and {len(objs)} objects")
+        if not objs:
+            return []
+        self._check_puttable(objs)
+        holds = [obj._holds[0] for obj in objs]
+        before = None if parent is None else pack([parent])
+        if after is not None:
+            return self._put_later(packed, objs, holds, part, before, after)
+        return self._put_now(packed, objs, holds, part, before)
+
+    def _put_now(
+        self, packed: PackedKeys, objs: list[MemoryObj], holds: list[Any], part: int, before: PackedKeys | None
+    ) -> list[bool]:
+        a = self.cache._attachment
+        n = packed.n
+        stored = _new(BYTES, n)
+        owners = _new(OWNERS, [owner for owner, _ in holds])
+        rc = _put(a.handle, self._index, packed.c, owners, part, NULL if before is None else before.c, stored)
+        result = [byte == 1 for byte in bytes(ffi.buffer(stored))]
+        for obj, is_stored in zip(objs, result, strict=True):
+            if is_stored:
+                obj._part.published = 1
+        if rc < 0:
+            self._put_failed(a, rc, objs)
+        return result
+
+    def _put_later(
+        self, packed: PackedKeys, objs: list[MemoryObj], holds: list[Any], part: int, before: PackedKeys | None,
+        after: EventLike,
+    ) -> list[bool]:  # fmt: skip
+        a = self.cache._attachment
+        pending = PendingPut(a, objs, lambda: self._put_now(packed, objs, holds, part, before))
+        for obj in objs:
+            obj._extra().pending = pending
+        try:
+            a.deferred().add(after, pending.run)
+        except BaseException:
+            for obj in objs:
+                obj._put_done()
+            raise
+        return [True] * len(objs)
+
+    def _check_puttable(self, objs: Sequence[MemoryObj]) -> None:
+        """ValueError or StaleHandleError for the first that cannot be put here."""
+        a = self.cache._attached()
+        if len(set(map(id, objs))) != len(objs):
+            raise ValueError("put_many: the same object twice")
+        for obj in objs:
+            if not isinstance(obj, MemoryObj):
+                raise TypeError(f"put: expected a MemoryObj, got {type(obj).__name__}")
+            theirs = obj._namespace
+            if theirs.cache is not self.cache or theirs._index != self._index:
+                raise ValueError(
+                    f"put: the object is of namespace {theirs.name!r} of cache {theirs.cache.name!r}"
+                    f"{'' if theirs.cache is self.cache else ' (another open handle)'}, "
+                    f"this is {self.name!r} of {self.cache.name!r}: allocate it here"
+                )
+            if not obj._holds:
+                raise errors.StaleHandleError("put: the object was released before")
+            if obj._attachment is not a:
+                forked = obj._attachment.pid != a.pid
+                raise obj._attachment.error(lib.SHMC_E_FORKED if forked else lib.SHMC_E_STALE, "put")
+            if obj._part.published:
+                raise ValueError("put: the object was published before; bytes in the cache are never changed")
+            if obj._more is not None and obj._more.pending is not None:
+                raise ValueError("put: the object is already being put, after its event")
+
+    def _put_failed(self, a: Attachment, rc: int, objs: list[MemoryObj]) -> None:
+        """Raises, always unless another try makes sense."""
+        if rc == lib.SHMC_E_PUBLISHED:
+            raise ValueError("put: the object was published before; bytes in the cache are never changed")
+        if rc == lib.SHMC_E_FOREIGN:
+            raise ValueError(f"put: the object is of another namespace than {self.name!r}")
+        a.recover(rc, "put")
+        self._check_puttable(objs)

@@ -1,0 +1,355 @@
+"""Whoever creates, attaches to, leaves or removes a segment may die or stop at any of its steps.
+
+A step is a call to the operating system or to the C core; each test walks through all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hostile import (
+    KIB,
+    PROMPT,
+    SHM,
+    Stopwatch,
+    assert_only_published,
+    await_stopped,
+    files_of,
+    instance,
+    join,
+    small,
+    store,
+    uniform,
+)
+from steps import Counter, watch_calls
+
+import shmcache
+from shmcache import LockTimeoutError, SegmentNotFoundError
+
+REGIONS = 4
+
+
+def tiny(name: str, **more: Any) -> shmcache.SharedCache:
+    return small(name, capacity=REGIONS * 64 * KIB, region_bytes=64 * KIB, **more)
+
+
+def count_steps(fork: Any, prepare: Callable[[], Any], work: Callable[[Any], object]) -> int:
+    """How many steps `work` has."""
+
+    def dry_run(child: Any) -> None:
+        given = prepare()
+        counter = Counter()
+        watch_calls(counter)
+        work(given)
+        child.tell(str(counter.n))
+        os._exit(0)
+
+    child = fork(dry_run)
+    steps = int(child.listen())
+    assert child.wait() == 0
+    assert steps > 10
+    return steps
+
+
+def at_step(
+    fork: Any, n: int, sig: int, prepare: Callable[[], Any], work: Callable[[Any], object]
+) -> Any:
+    """A process that sends itself `sig` before step n of `work`, and says "done" when it goes on to the end."""
+
+    def doomed(child: Any) -> None:
+        given = prepare()
+        child.tell("ready")
+        watch_calls(Counter(n, lambda: os.kill(os.getpid(), sig)))
+        kept = work(given)
+        child.tell("done")
+        child.await_parent()
+        os._exit(0 if kept is not child else 1)
+
+    child = fork(doomed)
+    assert child.listen() == "ready"
+    return child
+
+
+def killed_at_each_step(fork: Any, prepare: Callable[[], Any], work: Callable[[Any], object]) -> Any:
+    """Yields the number of each step, after a process was killed there."""
+    total = count_steps(fork, prepare, work)
+    for n in range(1, total + 1):
+        child = at_step(fork, n, signal.SIGKILL, prepare, work)
+        assert child.wait() == -signal.SIGKILL, f"step {n} of {total}"
+        child.close()
+        yield n
+
+
+def assert_one_generation(name: str, cache: shmcache.SharedCache) -> None:
+    """The files are those of this instance, no more and no fewer."""
+    tag = f"{instance(cache):016x}"
+    expected = [f"shmcache.{name}", *(f"shmcache.{name}.{tag}.{i:04d}" for i in range(REGIONS))]
+    assert files_of(name) == expected
+
+
+def assert_works(cache: shmcache.SharedCache, steps: object) -> None:
+    """All of its memory can be stored and read."""
+    for i in range(REGIONS):
+        assert store(cache, f"k{i}", i + 1, 64 * KIB), steps
+    for i in range(REGIONS):
+        with cache.get(f"k{i}") as obj:
+            uniform(obj, i + 1)
+    assert cache.verify() == [], steps
+    assert_only_published(cache)
+    assert cache.stats().counts.attachments == 1, steps
+
+
+# ---- creation -------------------------------------------------------------------------------------------
+
+
+def test_killed_at_any_step_of_creation_then_opened(name, fork):
+    create = functools.partial(tiny, name)
+    for n in killed_at_each_step(fork, lambda: None, lambda _: create()):
+        assert all(s.state in ("half-made", "ready") for s in shmcache.segments() if s.name == name), n
+        watch = Stopwatch()
+        with tiny(name) as cache:
+            assert watch.seconds < PROMPT, n
+            assert_one_generation(name, cache)
+            assert_works(cache, n)
+        shmcache.unlink(name)
+        assert files_of(name) == [], n
+
+
+def test_killed_at_any_step_of_creation_then_attached(name, fork):
+    """Either it had become a segment, and works, or there is none; and that does no harm to the next open."""
+    outcomes = set()
+    create = functools.partial(tiny, name)
+    for n in killed_at_each_step(fork, lambda: None, lambda _: create()):
+        try:
+            cache = join(name)
+        except SegmentNotFoundError:
+            outcomes.add("absent")
+        else:
+            with cache:
+                outcomes.add("there")
+                assert_one_generation(name, cache)
+                assert_works(cache, n)
+        with tiny(name) as cache:
+            assert_one_generation(name, cache)
+            assert cache.verify() == []
+        shmcache.unlink(name)
+        assert files_of(name) == [], n
+    assert outcomes == {"absent", "there"}
+
+
+def test_killed_at_any_step_of_creation_then_unlinked(name, fork):
+    create = functools.partial(tiny, name)
+    for n in killed_at_each_step(fork, lambda: None, lambda _: create()):
+        there = (SHM / f"shmcache.{name}").exists()
+        if there:
+            shmcache.unlink(name)
+        else:
+            with pytest.raises(SegmentNotFoundError):
+                shmcache.unlink(name)
+        assert files_of(name) == [], n
+
+
+def test_stopped_at_any_step_of_creation(name, fork):
+    """The others wait, at most their timeout, and then know whom to blame; let go, all is well."""
+    create = functools.partial(tiny, name)
+    total = count_steps(fork, lambda: None, lambda _: create())
+    shmcache.unlink(name)
+    waited, unnamed = [], []
+    for n in range(1, total + 1):
+        child = at_step(fork, n, signal.SIGSTOP, lambda: None, lambda _: create())
+        await_stopped(child.pid)
+        path = SHM / f"shmcache.{name}"
+        reserved = path.exists() and path.stat().st_blocks * 512 >= path.stat().st_size > 0
+        watch = Stopwatch()
+        try:
+            cache = tiny(name, timeout=0.03)
+        except LockTimeoutError as e:
+            waited.append(n)
+            assert watch.seconds < PROMPT
+            if str(child.pid) not in str(e):
+                unnamed.append((n, reserved, str(e)))
+            cache = None
+        child.kill(signal.SIGCONT)
+        assert child.listen() == "done", n
+        if cache is None:
+            cache = tiny(name)
+        with cache:
+            assert_one_generation(name, cache)
+            assert cache.stats().counts.attachments == 2, n
+            assert store(cache, "k", 1)
+            child.go()
+            assert child.wait() == 0
+            cache.reap()
+            assert_works(cache, n)
+        child.close()
+        shmcache.unlink(name)
+        assert files_of(name) == [], n
+    assert len(waited) > total / 2, "most steps are inside the handshake"
+    # the pid can only stand in the file once the file has memory for it
+    assert [step for step in unnamed if step[1]] == []
+    assert len(unnamed) < 10 + total / 10
+
+
+def test_two_creators_stopped_in_the_same_step_make_one_generation(name, fork):
+    create = functools.partial(tiny, name, timeout=30.0)
+    total = count_steps(fork, lambda: None, lambda _: create())
+    shmcache.unlink(name)
+    for n in range(1, min(total, 25) + 1):
+        children = [at_step(fork, n, signal.SIGSTOP, lambda: None, lambda _: create()) for _ in range(2)]
+        await_stopped(children[0].pid)
+        for child in reversed(children):
+            child.kill(signal.SIGCONT)
+        # the second may have been waiting for the first, and stops at its own step n only now
+        for child in children:
+            while True:
+                try:
+                    assert child.listen(0.5) == "done"
+                    break
+                except TimeoutError:
+                    for each in children:
+                        each.kill(signal.SIGCONT)
+        with tiny(name) as cache:
+            assert_one_generation(name, cache)
+            assert cache.stats().counts.attachments == 3, n
+            for child in children:
+                child.go()
+                assert child.wait() == 0
+                child.close()
+            cache.reap()
+            assert_works(cache, n)
+        shmcache.unlink(name)
+
+
+# ---- attaching, leaving, removing ------------------------------------------------------------------------
+
+
+def test_killed_at_any_step_of_attaching(name, fork):
+    with tiny(name) as cache:
+        store(cache, "k", 7)
+        for n in killed_at_each_step(fork, lambda: None, lambda _: join(name)):
+            with join(name) as other:
+                assert instance(other) == instance(cache)
+                with other.get("k") as obj:
+                    uniform(obj, 7)
+                assert other.stats().counts.attachments == 2, n
+            assert cache.verify() == [], n
+        assert_one_generation(name, cache)
+        cache.remove("k")
+        assert_works(cache, "at the end")
+    shmcache.unlink(name)
+
+
+def test_killed_at_any_step_of_closing(name, fork):
+    def prepare() -> Any:
+        mine = join(name)
+        return mine, mine.get("k"), mine.allocate(4 * KIB), mine.lookup(["k"], pin=True)
+
+    with tiny(name) as cache:
+        store(cache, "k", 7)
+        for n in killed_at_each_step(fork, prepare, lambda given: given[0].close()):
+            cache.reap()
+            assert cache.stats().counts.holds == 0, n
+            assert cache.stats().counts.attachments == 1, n
+            assert_only_published(cache)
+            with cache.get("k") as obj:
+                uniform(obj, 7)
+    shmcache.unlink(name)
+
+
+def test_killed_at_any_step_of_unlinking(name, fork):
+    """What was not yet being removed is found warm; what was is finished off by whoever meets it."""
+    outcomes = set()
+
+    def prepare() -> Any:
+        with tiny(name) as mine:
+            store(mine, "k", 7)
+
+    for n in killed_at_each_step(fork, prepare, lambda _: shmcache.unlink(name)):
+        shmcache.segments()
+        with tiny(name) as cache:
+            assert_one_generation(name, cache)
+            warm = cache.contains("k")
+            outcomes.add(warm)
+            if warm:
+                with cache.get("k") as obj:
+                    uniform(obj, 7)
+            cache.clear()
+            assert_works(cache, n)
+        shmcache.unlink(name)
+        assert files_of(name) == [], n
+    assert outcomes == {True, False}
+
+
+def test_killed_at_any_step_of_unlinking_then_unlinked_again(name, fork):
+    def prepare() -> Any:
+        tiny(name).close()
+
+    for n in killed_at_each_step(fork, prepare, lambda _: shmcache.unlink(name)):
+        try:
+            shmcache.unlink(name)
+        except SegmentNotFoundError:
+            pass
+        assert files_of(name) == [], n
+
+
+def test_the_last_user_of_an_ephemeral_segment_killed_at_any_step_of_leaving(name, fork):
+    def prepare() -> Any:
+        return tiny(name, lifetime="ephemeral")
+
+    for n in killed_at_each_step(fork, prepare, lambda given: given.close()):
+        with tiny(name, lifetime="ephemeral") as cache:
+            assert_one_generation(name, cache)
+            assert_works(cache, n)
+        assert files_of(name) == [], n
+
+
+def test_killed_at_any_step_of_replacing_another_kind_of_segment(name, fork):
+    def prepare() -> Any:
+        small(name, capacity=128 * KIB).close()
+
+    replace = functools.partial(tiny, name, on_incompatible="replace")
+    for n in killed_at_each_step(fork, prepare, lambda _: replace()):
+        with replace() as cache:
+            assert_one_generation(name, cache)
+            assert_works(cache, n)
+        shmcache.unlink(name)
+        assert files_of(name) == [], n
+
+
+# ---- growing ------------------------------------------------------------------------------------------------
+
+
+def test_killed_at_any_step_of_committing_a_region(name, fork):
+    """The region that the dead one was committing is anybody's again, and all of it can be written."""
+
+    def prepare() -> Any:
+        mine = join(name)
+        return mine, [mine.allocate(64 * KIB)]
+
+    def grow(given: Any) -> Any:
+        mine, kept = given
+        kept.append(mine.allocate(64 * KIB))
+        return kept
+
+    total = None
+    with tiny(name):
+        total = count_steps(fork, prepare, grow)
+    shmcache.unlink(name)
+    for n in range(1, total + 1):
+        with tiny(name) as cache:
+            child = at_step(fork, n, signal.SIGKILL, prepare, grow)
+            assert child.wait() == -signal.SIGKILL, n
+            child.close()
+            watch = Stopwatch()
+            objs = [cache.allocate(64 * KIB, timeout=20.0) for _ in range(REGIONS)]
+            assert watch.seconds < PROMPT, n
+            for obj in objs:
+                obj.byte_array[:] = b"x" * (64 * KIB)
+                obj.release()
+            assert_works(cache, n)
+        shmcache.unlink(name)
