@@ -194,7 +194,8 @@ def _settle(handshake: Handshake, request: Request, how: How, on_incompatible: O
         log.info("segment %r: its creator died half way, creating it again", request.name)
         remove_segment(handshake)
         return None
-    if control.status not in (lib.SHMC_OK, lib.SHMC_E_FORMAT):
+    ours = (lib.SHMC_OK, lib.SHMC_E_FORMAT, *([lib.SHMC_E_CORRUPT] if on_incompatible == "replace" else []))
+    if control.status not in ours:  # also when replacing: a file that was never a segment is not ours to remove
         raise control.error(request.name)
     if control.status == lib.SHMC_OK:
         if control.state == lib.SHMC_S_UNLINKING:

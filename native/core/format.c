@@ -78,6 +78,7 @@ int shmc_plan(shmc_geometry *g)
     g->region_stride = align_up(g->region_bytes, g->region_bytes >= 2u << 20 ? 2u << 20 : max64(4096, g->align));
     if (n_regions * g->region_stride / g->align >= NIL) return SHMC_E_INVAL;
     uint64_t by_size = g->capacity / 65536;
+    if (by_size > 1u << 24) by_size = 1u << 24;              /* beyond 1 TiB: chunks are larger there */
     uint64_t chunks = g->max_chunks ? g->max_chunks : max64(by_size, MIN_CHUNKS);
     if (chunks > 1u << 30) return SHMC_E_INVAL;
     g->max_chunks = (uint32_t)chunks;
@@ -141,7 +142,6 @@ int shmc_format(void *base, uint64_t size, const shmc_geometry *g, uint64_t inst
     if (size != g->control_bytes) return SHMC_E_INVAL;
     __atomic_store_n(&h->state, SHMC_S_INIT, __ATOMIC_RELEASE);
     struct tables t = place(g);
-    h->magic = SHMC_MAGIC;                               /* unlogged: format */
     h->format = SHMC_FORMAT_VERSION;                     /* unlogged: format */
     h->word = SHMC_WORD;                                 /* unlogged: format */
     h->fingerprint = shmc_fingerprint();                 /* unlogged: format */
@@ -180,6 +180,8 @@ int shmc_format(void *base, uint64_t size, const shmc_geometry *g, uint64_t inst
         c.regions[i].bytes = left < g->region_bytes ? left : g->region_bytes;   /* unlogged: format */
         c.regions[i].first = NIL;                                               /* unlogged: format */
     }
+    FENCE();
+    __atomic_store_n(&h->magic, SHMC_MAGIC, __ATOMIC_RELEASE);   /* last: before it, this is a stub */
     return SHMC_OK;
 }
 
@@ -201,7 +203,7 @@ void shmc_set_state(void *base, uint32_t state)
 int shmc_validate(const void *base, uint64_t size, shmc_geometry *g_out, shmc_identity *id)
 {
     const struct header *h = base;
-    if (size < sizeof *h) return size == 0 ? SHMC_E_NOT_READY : SHMC_E_CORRUPT;
+    if (size < sizeof *h) return size == 0 ? SHMC_E_NOT_READY : size < sizeof h->magic || h->magic != SHMC_MAGIC ? SHMC_E_NOT_SHMCACHE : SHMC_E_CORRUPT;
     uint32_t state = __atomic_load_n(&h->state, __ATOMIC_ACQUIRE);
     if (h->magic != SHMC_MAGIC) return h->magic == 0 && state <= SHMC_S_INIT ? SHMC_E_NOT_READY : SHMC_E_NOT_SHMCACHE;
     shmc_geometry g = h->geo, plan = g;

@@ -100,12 +100,13 @@ static uint32_t coldest(struct core *c)
 static uint32_t hottest(struct core *c) { return c->hdr->level_tail[0]; }
 
 /* Back to the cold end, ordered by stamp. Those that stand there with a lower stamp came back the
- * same way; the walk is cut at 32, where the order is a tie in practice. */
+ * same way; the walk is cut at 32, where the order is a tie in practice. A chain bears one stamp and is
+ * released last to first, so among equals who comes later is hotter: the prefix goes last. */
 static void return_cold(struct core *c, uint32_t i)
 {
     uint64_t stamp = chunk_at(c, i)->stamp;
     uint32_t level = level_of(chunk_at(c, i)), at = c->hdr->level_head[level];
-    for (int n = 0; n < 32 && at != NIL && chunk_at(c, at)->stamp < stamp; n++) at = chunk_at(c, at)->pnext;
+    for (int n = 0; n < 32 && at != NIL && chunk_at(c, at)->stamp <= stamp; n++) at = chunk_at(c, at)->pnext;
     link_before(c, level, i, at);
 }
 

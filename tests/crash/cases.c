@@ -104,7 +104,7 @@ static void w_outdated(uint32_t policy)
 static void leases_are_over(void)
 {
     struct core c;
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
     for (uint32_t i = 0; i < c.n_holds; i++)
         if (c.holds[i].kind != H_FREE && c.holds[i].deadline) c.holds[i].deadline = 1;
     c.hdr->lease_min = 1;
@@ -174,7 +174,7 @@ static void w_execed(uint32_t policy)
     shmc *other = world_join("exec");
     own_much();
     struct core c;
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
     c.slots[shmc_slot_of(other)].start_stack += 4096;
     W.h = h;
 }
@@ -328,7 +328,7 @@ static void op_touch_parked(void)
 {
     struct core c;
     uint64_t k;
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
     memcpy(&k, chunk_at(&c, c.hdr->parked)->key, 8);
     want(shmc_touch(W.h, W.one, key(k)), SHMC_OK);
 }
@@ -345,7 +345,7 @@ static void op_remove_parked(void)
 {
     struct core c;
     uint64_t k;
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
     memcpy(&k, chunk_at(&c, c.hdr->parked)->key, 8);
     want(del(W.one, k), 1);
 }
@@ -419,7 +419,7 @@ static void s_quarantined(void)
     struct core c;
     same(shmc_reap(W.h, &r), SHMC_OK);
     same(r.quarantined, 1);
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
     for (uint32_t i = 0; i < c.n_slots; i++)
         if (c.slots[i].state == SHMC_SLOT_QUARANTINE) c.slots[i].start_time--;      /* now its exit is proven */
 }

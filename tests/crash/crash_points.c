@@ -223,7 +223,7 @@ static void second_deaths(const char *what, uint64_t expected)
             struct core c;
             struct stuck s = {0};
             alarm(CHILD_S);
-            core_bind(&c, W.base, W.size);
+            core_bind(&c, W.base, W.size, &W.geo);
             die_at = j;
             mode = KILL;
             lock_acquire(&c, &s, TX_READ, SECOND);

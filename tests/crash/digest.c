@@ -53,7 +53,7 @@ static void counters(struct mix *m)
     const struct header *h = m->c->hdr;
     const uint64_t v[] = {h->event_head, h->clock, h->blocks, h->chunks, h->holds, h->parts, h->complete, h->linked, h->stale, h->slots,
                           h->namespaces, h->n_parked, h->ready_grans, h->used_grans, h->linked_grans, h->evictable_grans,
-                          h->lease_min != NIL, h->lease_grants, h->fl_map};
+                          h->lease_min != NIL, h->lease_recent != NIL, h->fl_map};
     bytes(m, v, sizeof v);
     bytes(m, h->sl_map, sizeof h->sl_map);
     bytes(m, h->level_map, sizeof h->level_map);
@@ -174,7 +174,7 @@ static void events(struct mix *m)
 uint64_t digest(void *base, uint64_t size)
 {
     struct core c;
-    core_bind(&c, base, size);
+    core_bind(&c, base, size, &W.geo);
     struct mix m = {&c, 1};
     counters(&m);
     extents(&m);

@@ -168,7 +168,7 @@ int reserve_as(struct obj *x, uint32_t ns, uint32_t grans, uint64_t k, uint32_t 
     memcpy(meta, &labelled, 8);
     memcpy(meta + 8, &part, 4);
     if (!x->o) *x = obj_new();
-    return shmc_reserve(W.h, ns, key(k), part, (uint64_t)grans * GRAN, meta, sizeof meta, x->o, &x->p, &ticket);
+    return shmc_reserve(W.h, ns, key(k), part, (uint64_t)grans * GRAN, meta, sizeof meta, 0, x->o, &x->p, &ticket);
 }
 
 int reserve(struct obj *x, uint32_t ns, uint32_t grans, uint64_t k, uint32_t part) { return reserve_as(x, ns, grans, k, part, k); }
@@ -235,7 +235,7 @@ uint32_t victims(uint64_t *out, uint32_t n)
 {
     struct core c;
     uint32_t got = 0;
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
     bool hot = c.policy == SHMC_MRU;
     for (uint32_t level = 0; level < N_LEVELS; level++)
         for (uint32_t i = hot ? c.hdr->level_tail[level] : c.hdr->level_head[level]; i != NIL && got < n;
@@ -268,7 +268,7 @@ uint32_t settled(int32_t alive, const char *what)
     struct core c;
     uint32_t bad = 0;
     uint64_t used = 0;
-    core_bind(&c, W.base, W.size);
+    core_bind(&c, W.base, W.size, &W.geo);
 #define CLAIM(cond, ...) do { if (!(cond)) { bad++; fprintf(stderr, "%s: ", what); fprintf(stderr, __VA_ARGS__); fputc('\n', stderr); } } while (0)
     CLAIM(c.hdr->drain == NIL && c.hdr->stale == 0, "not drained");
     for (uint32_t i = 0; i < c.n_slots; i++)

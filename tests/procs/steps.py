@@ -56,6 +56,9 @@ class Counter:
         self._numbers = itertools.count(1)
         self.n = 0
 
+    def off(self) -> None:
+        self._act = None
+
     def __call__(self, name: str) -> None:
         with self._lock:
             self.n = next(self._numbers)

@@ -83,7 +83,7 @@ def test_what_cannot_be_put_is_refused_before_any_effect(cache: shmcache.SharedC
     b.release()
 
 
-@pytest.mark.parametrize("key", [b"x" * 65, "x" * 65, 1 << 520, 1.5, None, True, ("a",), bytearray(b"k")], ids=repr)
+@pytest.mark.parametrize("key", [b"x" * 65, "x" * 65, 1 << 520, 1.5, None, True, ("a",), [1]], ids=repr)
 def test_bad_keys_are_errors(cache: shmcache.SharedCache, key: object) -> None:
     for call in (cache.contains, cache.get, cache.pin, cache.unpin, cache.remove):
         with pytest.raises((ValueError, TypeError)):
@@ -159,18 +159,17 @@ def test_sizes_that_make_no_sense_evict_nothing(cache: shmcache.SharedCache) -> 
 
     for i in range(64):
         store(cache.default, i)
-    for shape in (0, -1, (), (0,), (3, -1), (3, 0), 1 << 70, (1 << 40, 1 << 40)):
-        if shape == ():
-            continue
+    for shape in (0, -1, (0,), (3, -1), (3, 0), 1 << 70, (1 << 40, 1 << 40)):
         with pytest.raises((ValueError, TypeError)):
             cache.allocate(shape, torch.uint8)
     with pytest.raises(shmcache.CapacityError) as caught:
         cache.allocate(65 * GRAN)
-    assert isinstance(caught.value, ValueError) and str(64 * GRAN) in str(caught.value)
+    assert isinstance(caught.value, ValueError) and "256KiB" in str(caught.value)
     with pytest.raises(shmcache.CapacityError):
         cache.default.allocate_many(GRAN, None, 65)
+    assert cache.default.allocate_many(GRAN, None, 0) == []
     with pytest.raises(ValueError):
-        cache.default.allocate_many(GRAN, None, 0)
+        cache.default.allocate_many(GRAN, None, -1)
     assert cache.stats().evictions == 0 and len(cache.keys()) == 64
 
 

@@ -73,7 +73,6 @@ def test_bad_names_are_value_errors(bad: object) -> None:
         {"capacity": SMALL, "align": 4 << 20},
         {"capacity": SMALL, "region_bytes": 100},
         {"capacity": SMALL, "region_bytes": 65536 + 1},
-        {"capacity": SMALL, "region_bytes": 2 * SMALL},
         {"capacity": SMALL, "policy": "best"},
         {"capacity": SMALL, "max_chunks": 0},
         {"capacity": SMALL, "max_attachments": 0},
@@ -185,7 +184,19 @@ def corrupt(name: str, offset: int, data: bytes) -> None:
         f.write(data)
 
 
-@pytest.mark.parametrize("offset", [0, 200, 260, 300])
+def test_a_file_that_was_never_a_segment_is_not_removed(name: str) -> None:
+    shmcache.create(name, SMALL).close()
+    corrupt(name, 0, b"\xa5" * 8)
+    for how in ("error", "replace"):
+        with pytest.raises(shmcache.SegmentCorruptError):
+            shmcache.open(name, capacity=SMALL, on_incompatible=how)  # type: ignore[arg-type]
+    assert any(s.name == name for s in shmcache.segments())
+    shmcache.unlink(name, force=True)
+    for region in files(name):  # nothing says any more whose they are
+        region.unlink()
+
+
+@pytest.mark.parametrize("offset", [64, 72, 80, 88, 120, 140])
 def test_a_damaged_header_is_a_typed_error(name: str, offset: int) -> None:
     shmcache.create(name, SMALL).close()
     corrupt(name, offset, b"\xa5" * 8)

@@ -82,9 +82,7 @@ def story(run: Run, checks: Checks) -> None:
         half = a.call("publish_half", _SECOND)
         during = b.call("used_bytes")
         a.kill()
-        print(
-            f"  SIGKILL to A's {len(a.processes)} processes; one had {mib(half)} allocated, half written, unpublished"
-        )
+        print(f"  SIGKILL to A's {len(a.processes)} processes; a rank had {mib(half)} half written, unpublished")
         checks.that("the half-written chunk is not a hit", b.call("hits", _SECOND) == published)
         report: shmcache.ReapReport = b.call("reap")
         print(f"  reaped {report.slots} dead attachments, {report.blocks} unpublished block(s), {report.holds} hold(s)")

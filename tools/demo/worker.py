@@ -8,8 +8,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIFETIME_S = 900  # no child outlives this, whatever happens to its parent
-REPLY_S = 180
+LIFETIME_S = 1800  # no child outlives this, whatever happens to its parent
+REPLY_S = 300
 
 
 class WorkerError(RuntimeError):
