@@ -70,6 +70,7 @@ struct header {
     _Alignas(64) uint64_t seq;
     uint64_t freed;                  /* unlogged: moves when memory may have become available */
     uint64_t event_published;        /* unlogged, set after commit */
+    uint32_t return_hint, spare1;    /* unlogged: where the last parked chunk came back; checked before use */
 
     /* logged */
     uint64_t event_head;

@@ -100,14 +100,20 @@ static uint32_t coldest(struct core *c)
 static uint32_t hottest(struct core *c) { return c->hdr->level_tail[0]; }
 
 /* Back to the cold end, ordered by stamp. Those that stand there with a lower stamp came back the
- * same way; the walk is cut at 32, where the order is a tie in practice. A chain bears one stamp and is
- * released last to first, so among equals who comes later is hotter: the prefix goes last. */
+ * same way. A chain bears one stamp and is released last to first, so among equals who comes later is
+ * hotter: the prefix goes last. The walk starts where the one before came back, and is cut at 32 steps:
+ * then the order is only nearly that of the stamps. */
 static void return_cold(struct core *c, uint32_t i)
 {
     uint64_t stamp = chunk_at(c, i)->stamp;
-    uint32_t level = level_of(chunk_at(c, i)), at = c->hdr->level_head[level];
+    uint32_t level = level_of(chunk_at(c, i)), at = c->hdr->level_head[level], hint = c->hdr->return_hint;
+    if (hint < c->n_chunks) {                             /* on this list, and not hotter: a place to start from */
+        const struct chunk *k = chunk_at(c, hint);
+        if (k->flags == C_LINKED && level_of(k) == level && k->stamp <= stamp && hint != i) at = hint;
+    }
     for (int n = 0; n < 32 && at != NIL && chunk_at(c, at)->stamp <= stamp; n++) at = chunk_at(c, at)->pnext;
     link_before(c, level, i, at);
+    PUT(&c->hdr->return_hint, i);                         /* unlogged: only a hint */
 }
 
 static void return_hot(struct core *c, uint32_t i)

@@ -228,7 +228,7 @@ static void random_damage(void)
     for (uint32_t policy = SHMC_LRU; policy <= SHMC_LFU; policy++) {
         make_image(policy);
         uint8_t *copy = heap(image_size), *again = heap(image_size);
-            for (uint32_t i = 0; i < 400 * effort; i++) {
+            for (uint32_t i = 0; i < 100 * effort; i++) {
             alarm(120);
             damage_tables(copy, &s);
             memcpy(again, copy, image_size);

@@ -553,3 +553,18 @@ def test_put_and_get_of_tensors(cache: shmcache.SharedCache) -> None:
     cache.default.get_tensor("t", out=out)
     assert torch.equal(out, t)
     assert cache.stats().counts.holds == 0
+
+
+def test_a_long_chain_keeps_its_order_when_its_pins_go(cache: shmcache.SharedCache) -> None:
+    keys = [f"p{i}" for i in range(60)]
+    for i, k in enumerate(keys):
+        store(cache.default, k, parent=keys[i - 1] if i else None)
+    for i in range(4):
+        store(cache.default, i)
+    with cache.lookup(keys, pin=True, touch=False):
+        assert cache.allocate_many(GRAN, None, 5) is None  # the victim search meets and parks them
+        taken = cache.allocate_many(GRAN, None, 4)
+        assert taken is not None
+    assert cache.keys() == keys[::-1]
+    for o in taken:
+        o.release()
