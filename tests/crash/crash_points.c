@@ -10,7 +10,7 @@
  *   pairs:    two victims at once, each dying at a random point; no digest, all invariants.
  *
  * Options: --full, all second deaths; --seed S; --every N, a sample of the points (sanitizers);
- * --shard I/N; --only TEXT; --list. The last line is a summary; status 1 when anything was wrong.
+ * --shard I/N; --only TEXT; --stop at the first failure; --list. The last line is a summary; status 1 when anything was wrong.
  */
 #include <sched.h>
 #include <signal.h>
@@ -31,7 +31,7 @@ struct result {
 };
 static struct result *R;
 
-static struct options { bool full, list; uint32_t every, shard, shards; uint64_t seed; const char *only; } opt = {.every = 1, .shards = 1, .seed = 1};
+static struct options { bool full, list, stop; uint32_t every, shard, shards; uint64_t seed; const char *only; } opt = {.every = 1, .shards = 1, .seed = 1};
 static struct totals { uint64_t runs, points, deaths, second, pairs, failures, failed_runs; } total;
 
 /* ---- the hook ---------------------------------------------------------------------------------- */
@@ -131,6 +131,7 @@ static int end_of(pid_t pid)
 static void complain(const char *what, const char *why)
 {
     if (total.failures++ < SHOWN) fprintf(stderr, "%s: %s\n", what, why);
+    if (opt.stop) exit(1);
 }
 
 /* The next one works: stores a key of its own, finds it, removes it. Memory may be short: all is held. */
@@ -263,7 +264,7 @@ static void run_case(const struct crash_case *k, uint32_t policy, uint64_t numbe
         if (end != 1) { complain(what, end ? "failed" : "came through"); continue; }
         total.deaths++;
         if (k->flags & TAKEOVER) { judge_takeover(what, R->after); continue; }
-        if (opt.full || sampled(60 * opt.every, number ^ 77, i)) { second_deaths(what, R->expected[i]); continue; }
+        if (opt.full || sampled(60, number ^ 77, i)) { second_deaths(what, R->expected[i]); continue; }
         judge(what, R->expected[i]);
     }
     total.points += R->points;
@@ -306,6 +307,7 @@ static void parse(int argc, char **argv)
         const char *a = argv[i], *v = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(a, "--full")) opt.full = true;
         else if (!strcmp(a, "--list")) opt.list = true;
+        else if (!strcmp(a, "--stop")) opt.stop = true;
         else if (!strcmp(a, "--seed")) { opt.seed = strtoull(v, NULL, 0); i++; }
         else if (!strcmp(a, "--every")) { opt.every = (uint32_t)strtoul(v, NULL, 0); i++; }
         else if (!strcmp(a, "--only")) { opt.only = v; i++; }

@@ -269,10 +269,12 @@ static void last_look(shmc *h)
     struct header *hdr = (struct header *)W.base;
     W.h = h;
     inspect("all dead");
-    same(shmc_reap(h, &report), SHMC_OK);
+    int rc = shmc_reap(h, &report);
+    if (rc) { wrong("reap", rc, 0); return; }
     S->deaths_noticed += report.slots;
     drain_all();
     inspect("all reaped");
+    if (S->wrong) return;
     uint64_t parts = 0;
     for (uint32_t ns = 0; ns < 2; ns++)
         for (uint64_t k = 0; k < KEYS + 8; k++)
