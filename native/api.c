@@ -209,7 +209,11 @@ int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped)
     bool more = true;
     while (more) {                                             /* batches: <= 64 holds each */
         rc = lock_and_fence(h, TX_REAP, h->lock_timeout_ns, false);
-        if (rc) return rc;
+        if (rc) {
+            /* whoever reaps next may finish it: the process lives, but its owner has left */
+            __atomic_store_n(&h->core.slots[h->slot].leaving, h->slot_gen, __ATOMIC_RELEASE);
+            return rc;
+        }
         h->core.me = h->slot;
         more = slot_condemn(&h->core, h->slot, &self, true) && slot_empty_step(&h->core, h->slot, h->slot_gen, &report);
         if (h->core.hdr->drain != NIL) drain_some(&h->core);
@@ -244,7 +248,7 @@ static int reap_slot(shmc *h, uint32_t slot, bool quarantined, shmc_reap_report 
     shmc_slot_info s;
     int rc = shmc_slot(h, slot, &s);
     if (rc || s.state == SHMC_SLOT_FREE || slot == h->slot || (s.state == SHMC_SLOT_QUARANTINE) != quarantined) return rc;
-    bool already = s.state == SHMC_SLOT_REAPING;
+    bool already = s.state == SHMC_SLOT_REAPING || s.leaving == s.gen;
     int live = already ? SHMC_GONE : shmc_liveness(s.pid, s.start_time, s.start_stack);
     if (live == SHMC_ALIVE || (live == SHMC_EXECED && quarantined)) return SHMC_OK;
     if (live == SHMC_EXECED) report->quarantined++;
@@ -400,19 +404,27 @@ int shmc_namespace(shmc *h, const char *name, uint32_t name_len, uint32_t parts,
     return finish(h, namespace_open(&h->core, name, name_len, parts, desc, desc_len, has_desc != 0, ns));
 }
 
+/* No lock: name, descriptor and parts never change once `used` is set, counters are read between two equal
+ * readings of the sequence word where that succeeds. So it works beside a stopped holder, as events do. */
 int shmc_namespace_at(shmc *h, uint32_t ns, shmc_namespace_info *out)
 {
-    if (ns >= h->core.n_namespaces) return SHMC_E_NOT_FOUND;
-    int rc = begin(h, TX_READ);
+    struct core *c = &h->core;
+    if (ns >= c->n_namespaces) return SHMC_E_NOT_FOUND;
+    int rc = shmc_check(h);
     if (rc) return rc;
-    struct namespace *n = &h->core.namespaces[ns];
-    *out = (shmc_namespace_info){.used = n->used, .parts = n->parts, .generation = n->gen, .chunks = n->chunks, .complete = n->complete,
-        .bytes = (uint64_t)n->grans << h->core.align_shift, .hits = n->hits, .misses = n->misses, .stores = n->stores, .evictions = n->evictions};
+    const struct namespace *n = &c->namespaces[ns];
+    for (int tries = 0; tries < 100; tries++) {
+        uint64_t before = __atomic_load_n(&c->hdr->seq, __ATOMIC_ACQUIRE);
+        *out = (shmc_namespace_info){.used = n->used, .parts = n->parts, .generation = n->gen, .chunks = n->chunks, .complete = n->complete,
+            .bytes = (uint64_t)n->grans << c->align_shift, .hits = n->hits, .misses = n->misses, .stores = n->stores, .evictions = n->evictions};
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (!(before & 1) && __atomic_load_n(&c->hdr->seq, __ATOMIC_RELAXED) == before) break;
+    }
     out->name_len = n->name_len <= SHMC_NAME_MAX ? n->name_len : SHMC_NAME_MAX;
     out->desc_len = n->desc_len <= SHMC_DESC_MAX ? n->desc_len : SHMC_DESC_MAX;
     memcpy(out->name, n->name, sizeof out->name);
     memcpy(out->desc, n->desc, sizeof out->desc);
-    return finish(h, n->used ? SHMC_OK : SHMC_E_NOT_FOUND);
+    return out->used ? SHMC_OK : SHMC_E_NOT_FOUND;
 }
 
 int shmc_bump(shmc *h, uint32_t ns, uint32_t *generation)

@@ -50,6 +50,7 @@ def _fill(handshake: Handshake, request: Request, g: Any) -> tuple[Control, Aren
     os.fchmod(handshake.fd, request.file_mode)
     os.ftruncate(handshake.fd, g.control_bytes)
     os.posix_fallocate(handshake.fd, 0, g.control_bytes)
+    handshake.note_pid()
 
     control = Control(handshake.fd, writable=True)
     instance = int.from_bytes(os.urandom(8), "little")
@@ -57,7 +58,6 @@ def _fill(handshake: Handshake, request: Request, g: Any) -> tuple[Control, Aren
     status = lib.shmc_format(control.base, control.size, g, instance, *own_namespaces(), seed)
     if status:
         raise OSError(errno.EINVAL, f"formatting a segment failed with status {status}")
-    handshake.note_pid()
     control.geometry, control.identity.instance = g, instance
     arena = Arena(request.name, control)
     arena.create_regions(request.file_mode)

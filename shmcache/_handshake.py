@@ -76,7 +76,7 @@ class Handshake:
         return os.fstat(self.fd).st_size
 
     def note_pid(self) -> None:
-        """Writes who holds the handshake into the file. Only for a file with our header in it."""
+        """Writes who holds the handshake into the file. Only for a file that is ours: with our header, or new."""
         self._noted = True
         self._write_pid(os.getpid())
 

@@ -264,7 +264,7 @@ int shmc_peek_slot(const void *base, uint64_t size, uint32_t slot, shmc_slot_inf
     if (slot >= g.max_attachments) return SHMC_E_NOT_FOUND;
     struct slot s;
     memcpy(&s, (const uint8_t *)base + place(&g).slots + (uint64_t)slot * sizeof s, sizeof s);
-    *out = (shmc_slot_info){.state = s.state, .gen = s.gen, .rank = s.rank, .holds = s.n_holds, .pid = s.pid, .writes = s.n_writes,
+    *out = (shmc_slot_info){.state = s.state, .gen = s.gen, .rank = s.rank, .holds = s.n_holds, .pid = s.pid, .writes = s.n_writes, .leaving = s.leaving,
         .start_time = s.start_time, .start_stack = s.start_stack, .attached_ns = s.attached_ns};
     memcpy(out->label, s.label, sizeof out->label);
     out->label[sizeof out->label - 1] = 0;

@@ -100,7 +100,8 @@ struct slot {
     uint64_t start_time, start_stack, attached_ns;
     uint32_t holds, writes, n_holds, n_writes;  /* logged */
     char label[SHMC_LABEL_MAX];             /* unlogged: unreachable until state = LIVE */
-    uint64_t spare[4];
+    uint32_t leaving, spare0;               /* atomic: its generation, once the owner has closed and could not get the lock */
+    uint64_t spare[3];
 };
 
 struct namespace {

@@ -124,6 +124,7 @@ typedef struct {
 typedef struct {
     uint32_t state, gen, rank, holds;
     int32_t pid; uint32_t writes;
+    uint32_t leaving, spare;         /* leaving == gen: its owner has closed, anyone may reap it */
     uint64_t start_time, start_stack, attached_ns;
     char label[32];
 } shmc_slot_info;

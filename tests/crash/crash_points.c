@@ -1,8 +1,8 @@
 /* crash_points.c -- die at every crash point of every operation, and look at what the next one finds.
  *
- *   record:   a child runs the operation once; at each crash point it notes the digest of the state at
- *             the last instant at which the journal was empty. That is what must be found by whoever
- *             comes after a death at that point: the transaction before it, whole, and nothing more.
+ *   record:   a child runs the operation once; at each crash point it notes the digest of the state
+ *             before the transaction that is open there, or after it when it is final. That is what
+ *             must be found by whoever comes after a death at that point.
  *   k = 1..:  restore the world; a child makes its own attachment, prepares, and kills itself at its
  *             k-th crash point; the survivor takes the lock (which recovers), compares the digest,
  *             verifies, reaps, drains, verifies again, and goes on working.
@@ -32,12 +32,27 @@ struct result {
 static struct result *R;
 
 static struct options { bool full, list, stop; uint32_t every, shard, shards; uint64_t seed; const char *only; } opt = {.every = 1, .shards = 1, .seed = 1};
-static struct totals { uint64_t runs, points, deaths, second, pairs, failures, failed_runs; } total;
+static struct totals { uint64_t runs, points, deaths, second, pairs, failures, failed_runs, corrupt; } total;
 
 /* ---- the hook ---------------------------------------------------------------------------------- */
 
-static enum { OFF, RECORD, KILL } mode;
-static uint64_t at_point, die_at, last_empty;
+static enum how { OFF, RECORD, KILL } mode;
+static uint64_t at_point, die_at, last_whole;
+static bool was_open, counted;
+
+/* What recovery must find after a death here: the state when the transaction began, or, once its count
+ * has gone back to zero, the state now. Not simply "now" whenever the count is zero: the first store
+ * of a transaction that forgot its record would then pass for a state of its own. */
+static void note(const struct header *h)
+{
+    bool open = h->seq & 1;
+    if (h->journal.count) counted = true;
+    else if (!open || !was_open || counted) last_whole = digest(W.base, W.size);
+    if (!open) counted = false;
+    was_open = open;
+    R->expected[at_point] = last_whole;
+    R->points = (uint32_t)at_point;
+}
 
 void crash_point(void)
 {
@@ -48,9 +63,7 @@ void crash_point(void)
     if (op < TX_N && words > R->words[op]) R->words[op] = words;
     if (mode == RECORD) {
         must(at_point < MAX_POINTS);
-        if (words == 0) last_empty = digest(W.base, W.size);
-        R->expected[at_point] = last_empty;
-        R->points = (uint32_t)at_point;
+        note(h);
     } else if (at_point == die_at) {
         syscall(SYS_kill, getpid(), SIGKILL);
         for (;;) pause();
@@ -92,7 +105,7 @@ static void restore(const uint8_t *from)
 
 /* ---- victims -------------------------------------------------------------------------------------- */
 
-static _Noreturn void victim(const struct crash_case *k, int how, uint64_t point)
+static _Noreturn void victim(const struct crash_case *k, enum how how, uint64_t point)
 {
     alarm(CHILD_S);
     __atomic_fetch_add(&R->gate, 1, __ATOMIC_RELAXED);
@@ -101,7 +114,7 @@ static _Noreturn void victim(const struct crash_case *k, int how, uint64_t point
     while (lenient && __atomic_load_n(&R->gate, __ATOMIC_RELAXED) < 2) usleep(50);
     at_point = 0;
     die_at = point;
-    if (how == RECORD) R->before = last_empty = digest(W.base, W.size);
+    if (how == RECORD) R->before = last_whole = digest(W.base, W.size);
     mode = how;
     k->op();
     mode = OFF;
@@ -109,7 +122,7 @@ static _Noreturn void victim(const struct crash_case *k, int how, uint64_t point
     _exit(0);
 }
 
-static pid_t start(const struct crash_case *k, int how, uint64_t point)
+static pid_t start(const struct crash_case *k, enum how how, uint64_t point)
 {
     pid_t pid = fork();
     must(pid >= 0);
@@ -149,11 +162,18 @@ static void goes_on(const char *what)
     if (x.o) drop(&x);
 }
 
+static void unsound_is_corrupt(const char *what)
+{
+    if (!sound(what)) return;
+    total.corrupt++;
+    complain(what, "unsound after recovery");
+}
+
 static void judge_quiet(const char *what)
 {
     shmc_reap_report report;
     uint64_t before = total.failures;
-    if (sound(what)) complain(what, "unsound after recovery");
+    unsound_is_corrupt(what);
     if (shmc_reap(W.h, &report) != SHMC_OK) { complain(what, "the dead one cannot be reaped"); return; }
     int rc, n = 0;
     while ((rc = shmc_step(W.h)) == SHMC_MORE && n < 10000) n++;
@@ -184,7 +204,7 @@ static void judge(const char *what, uint64_t expected)
     if (digest(W.base, W.size) != expected) complain(what, "neither the state before nor the one after");
     if (lock_release(&survivor->core, &wake)) complain(what, "poisoned");
     if (total.failures != before || worth_reaping(expected)) judge_quiet(what);
-    else if (sound(what)) complain(what, "unsound after recovery");
+    else unsound_is_corrupt(what);
 }
 
 /* After a takeover that died, whoever comes next must take over too, whatever its namespaces. */
@@ -351,8 +371,8 @@ int main(int argc, char **argv)
         if (i % opt.shards == opt.shard && sampled(opt.every, i, 3)) run_pair(i);
     for (uint32_t op = 0; op < TX_N; op++)
         if (R->words[op]) printf("words %s %u\n", tx_op_name(op), R->words[op]);
-    printf("operations %llu, points %llu, deaths %llu, second deaths %llu, pairs %llu, failures %llu in %llu operations, %.1f s\n",
+    printf("operations %llu, points %llu, deaths %llu, second deaths %llu, pairs %llu, failures %llu in %llu operations, corrupt %llu, %.1f s\n",
            (unsigned long long)total.runs, (unsigned long long)total.points, (unsigned long long)total.deaths, (unsigned long long)total.second,
-           (unsigned long long)total.pairs, (unsigned long long)total.failures, (unsigned long long)total.failed_runs, (double)(os_now_ns() - began) / 1e9);
+           (unsigned long long)total.pairs, (unsigned long long)total.failures, (unsigned long long)total.failed_runs, (unsigned long long)total.corrupt, (double)(os_now_ns() - began) / 1e9);
     return total.failures != 0;
 }

@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -225,6 +224,68 @@ def test_a_storm_of_interrupts_in_everyday_calls(name, fork):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_storm_of_interrupts_in_what_waits_for_events(name, fork):
+    """However often it was interrupted, what waits for an event is done once that has happened."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+
+    def main(child: Any) -> None:
+        watcher = join(name)
+        interrupts = Interrupts()
+        child.tell("ready")
+        rounds = interrupted = 0
+        end = time.monotonic() + 3.0
+        while time.monotonic() < end:
+            # a handle of its own: its thread starts among interrupts
+            cache = join(name)
+            event = Event()
+
+            def later(cache: Any = cache, event: Event = event) -> None:
+                with cache.allocate(4 * KIB) as obj:
+                    obj.byte_array[:] = b"\x04" * (4 * KIB)
+                    cache.put("later", obj, after=event)
+                found = cache.get("k0")
+                found.release(after=event)
+                cache.lookup(["k0", "k1"], pin=True).release(after=event)
+
+            before = interrupts.n
+            interrupts.survive(later, 0.02)
+            interrupted += interrupts.n - before
+            gc.collect()
+            cache.get("k0").release(after=event)
+            event.happened = True
+            eventually(lambda: watcher.stats().counts.holds == 0 or gc.collect() < 0, "the thread does its work", 20.0)
+            found = watcher.get("later")
+            if found is not None:
+                with found:
+                    uniform(found, 4)
+            watcher.remove("later")
+            cache.close()
+            rounds += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        nothing_held(watcher)
+        child.tell(f"{rounds} {interrupted}")
+        child.await_parent()
+
+    with small(name, capacity=4 * MIB) as cache:
+        for i in range(2):
+            store(cache, f"k{i}", i + 1)
+        child = fork(main)
+        assert child.listen() == "ready"
+        shower(child, 3.0, 0.001, seed)
+        said = child.listen(40)
+        assert said, f"the child ended with {child.wait()}"
+        print(f"handles, interrupts: {said}")
+        rounds, interrupted = map(int, said.split())
+        assert rounds > 10 and interrupted > 100
+        child.go()
+        assert child.wait() == 0
+        cache.reap()
+        assert_only_published(cache)
+    shmcache.unlink(name)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_storm_of_interrupts_in_opening_and_closing(name, fork):
     """Neither the handshake, which would lock everybody out, nor presence, nor a slot stays behind."""
     seed = random.randrange(1 << 32)
@@ -362,7 +423,7 @@ def test_ctrl_c_ends_a_wait_within_a_slice_or_two(name, fork, what):
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th place inside shmcache (and threading) where CPython looks for signals.
+    """Raises KeyboardInterrupt at the n-th place inside shmcache where CPython looks for signals.
 
     It looks at the start of a Python function, at a jump back, and after a call to a function that is
     not Python's own.
@@ -380,7 +441,7 @@ class InterruptAt:
 
     def _global(self, frame: Any, event: str, arg: object) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith(self._FOLDER) and file != threading.__file__:
+        if not file.startswith(self._FOLDER):
             return None
         if frame.f_code.co_name in self._FINALIZERS:
             return None
@@ -551,8 +612,10 @@ def test_an_interrupt_at_every_place_of_what_waits_for_an_event(name, thread):
             others = [cache.allocate(4096) for _ in range(4)]
             for other in others:
                 other.byte_array[:] = b"\xee" * 4096  # being written, and never put
+            last = cache.get("k")
+            last.release(after=event)  # goes when all that was queued before it is done
             event.happened = True
-            end = time.monotonic() + 1.0
+            end = time.monotonic() + 2.0
             while watcher.stats().counts.holds > len(others) + leaked and time.monotonic() < end:
                 settle(cache)
                 gc.collect()

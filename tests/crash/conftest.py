@@ -1,0 +1,24 @@
+"""Programs of this folder are built once per session and set of flags."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import crash_build
+import pytest
+
+Built = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """built("soak", "-DFLAG", ...) -> the executable"""
+    folder = tmp_path_factory.mktemp("crash-build")
+
+    def make(program: str, *flags: str) -> Path:
+        name = hashlib.sha256("\0".join([program, *flags]).encode()).hexdigest()[:12]
+        return crash_build.build(folder / name, program, flags)
+
+    return make

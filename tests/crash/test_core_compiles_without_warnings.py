@@ -1,0 +1,19 @@
+"""The core and its C tests compile without a warning under gcc and clang (advice goes nowhere near users' builds)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import crash_build
+import pytest
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("flags", [(), crash_build.CRASH_POINTS], ids=["plain", "crash points"])
+@pytest.mark.parametrize("cc", ["gcc", "clang"])
+def test_no_warning(tmp_path: Path, cc: str, flags: tuple[str, ...]) -> None:
+    if not shutil.which(cc):
+        pytest.skip(f"{cc} is not installed")
+    files = crash_build.core_sources() + sorted(crash_build.HERE.glob("*.c"))
+    crash_build.compile_all(tmp_path, files, crash_build.WARNINGS + flags, cc)
