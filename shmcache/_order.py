@@ -38,7 +38,8 @@ def _copy_records(cache: SharedCache) -> tuple[Any, bool]:
     before = cache._raw_stats()
     pieces = []
     cursor, n = ffi.new(U32), ffi.new(U32)
-    room = int(before.chunks) + _SLACK
+    most = int(cache._attached("keys").mapping.geometry.max_chunks)  # a damaged count is no reason for 240 GiB
+    room = min(int(before.chunks), most) + _SLACK
     while True:
         records = np.empty(room, dtype)
         a = cache._attachment

@@ -56,6 +56,7 @@ class Child:
         if self.pid == 0:
             code = 1
             try:
+                sys.unraisablehook = sys.__unraisablehook__  # pytest's keeps what it is told of, frames and all
                 os.close(self._down_w)
                 os.close(self._up_r)
                 fn(self)

@@ -148,8 +148,10 @@ static uint32_t target_walk(struct core *c, struct marks *m, struct report *r, u
 /* 2, 3. parts, index, policy lists, counters */
 static void check_blocks(struct core *c, struct marks *m, struct report *r)
 {
+    uint32_t described = 0;
     for (uint32_t i = 0; i < c->n_blocks; i++) {
         const struct block *b = &c->blocks[i];
+        if (b->state != B_UNUSED) described++;
         if (b->state == B_UNUSED || b->state == B_FREE) {
             if (b->state == B_FREE && !(m->block[i] & M_PHYS)) say(r, "block %u: free and in no region", i);
             continue;
@@ -161,6 +163,7 @@ static void check_blocks(struct core *c, struct marks *m, struct report *r)
         if (b->state == B_PUBLISHED && b->chunk == NIL) say(r, "block %u: published in no chunk", i);
         if (b->meta_len > SHMC_META_MAX || b->size > (uint64_t)b->len << c->align_shift) say(r, "block %u: sizes", i);
     }
+    if (described != c->hdr->blocks) say(r, "blocks: %u described, stored %u", described, c->hdr->blocks);
 }
 
 static void check_chunk(struct core *c, struct marks *m, struct report *r, uint32_t i, uint64_t *parts)
@@ -242,10 +245,12 @@ static void check_policy(struct core *c, struct marks *m, struct report *r)
 static void check_counters(struct core *c, struct marks *m, struct report *r)
 {
     struct header *h = c->hdr;
-    uint64_t linked = 0, grans = 0, evictable = 0, complete = 0, stale = 0, parts = 0, draining = 0;
+    uint64_t used = 0, linked = 0, grans = 0, evictable = 0, complete = 0, stale = 0, parts = 0, draining = 0;
+    struct { uint64_t chunks, complete, grans; } in[MAX_NAMESPACES] = {{0, 0, 0}};
     for (uint32_t i = 0; i < c->n_chunks; i++) {
         const struct chunk *k = &c->chunks[i];
         if (!k->flags) continue;
+        used++;
         check_chunk(c, m, r, i, &parts);
         if (k->flags & C_DRAIN) draining++;
         if (!(k->flags & C_LINKED) || k->ns >= c->n_namespaces) continue;
@@ -253,24 +258,34 @@ static void check_counters(struct core *c, struct marks *m, struct report *r)
         grans += k->grans;
         if (!k->held) evictable += k->grans;
         if (k->published == c->namespaces[k->ns].parts) complete++;
-        if (k->ns_gen != c->namespaces[k->ns].gen) stale++;
+        if (k->ns_gen != c->namespaces[k->ns].gen) { stale++; continue; }
+        if (k->ns >= MAX_NAMESPACES) continue;
+        in[k->ns].chunks++;
+        in[k->ns].grans += k->grans;
+        if (k->published == c->namespaces[k->ns].parts) in[k->ns].complete++;
     }
     uint64_t on_list = 0;
     for (uint32_t i = h->drain; i != NIL && i < c->n_chunks && on_list <= draining; i = c->chunks[i].pnext, on_list++)
         if (c->chunks[i].flags != C_DRAIN) say(r, "drain list: chunk %u has flags %x", i, c->chunks[i].flags);
     if (on_list != draining) say(r, "drain list: %llu chunks, %llu are draining", (unsigned long long)on_list, (unsigned long long)draining);
 #define SAME(what, counted, stored) if ((counted) != (stored)) say(r, what ": counted %llu, stored %llu", (unsigned long long)(counted), (unsigned long long)(stored))
+    SAME("chunk records", used, (uint64_t)h->chunks);
     SAME("linked chunks", linked, (uint64_t)h->linked);
     SAME("linked granules", grans, (uint64_t)h->linked_grans);
     SAME("evictable granules", evictable, (uint64_t)h->evictable_grans);
     SAME("complete chunks", complete, (uint64_t)h->complete);
     SAME("outdated chunks", stale, (uint64_t)h->stale);
     SAME("parts", parts, (uint64_t)h->parts);
-    uint64_t ns_chunks = 0, n_ns = 0;
-    for (uint32_t i = 0; i < c->n_namespaces; i++)
-        if (c->namespaces[i].used) { n_ns++; ns_chunks += c->namespaces[i].chunks; }
+    uint64_t n_ns = 0;
+    for (uint32_t i = 0; i < c->n_namespaces && i < MAX_NAMESPACES; i++) {
+        const struct namespace *n = &c->namespaces[i];
+        if (!n->used) continue;
+        n_ns++;
+        SAME("chunks of a namespace", in[i].chunks, (uint64_t)n->chunks);
+        SAME("complete chunks of a namespace", in[i].complete, (uint64_t)n->complete);
+        SAME("granules of a namespace", in[i].grans, (uint64_t)n->grans);
+    }
     SAME("namespaces", n_ns, (uint64_t)h->namespaces);
-    SAME("chunks by namespace", ns_chunks + stale, linked);
 }
 
 /* 6. the readable window is gapless, and every admission minus every removal is what is there */

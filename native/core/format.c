@@ -87,7 +87,7 @@ int shmc_plan(shmc_geometry *g)
     if (blocks > 1u << 30) return SHMC_E_INVAL;
     g->max_blocks = (uint32_t)blocks;
     g->max_holds = (uint32_t)holds;
-    g->max_namespaces = 256;
+    g->max_namespaces = MAX_NAMESPACES;
     g->n_events = pow2_floor(chunks / 8 < 1024 ? 1024 : chunks / 8 > 65536 ? 65536 : chunks / 8);
     g->n_buckets = pow2_floor(chunks);
     g->n_part_buckets = pow2_floor(blocks);

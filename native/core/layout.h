@@ -27,7 +27,7 @@ enum {
     N_LEVELS = 1024,       /* LFU frequencies are counted up to this; other policies use level 0 */
     JOURNAL_CAP = 192,     /* an operation's worst case is below 96 words, asserted in tx_begin */
     EVENT_SLACK = 8,       /* one transaction writes at most 2 events: keep these unreadable */
-    MAX_ATTACHMENTS = 4096
+    MAX_ATTACHMENTS = 4096, MAX_NAMESPACES = 256
 };
 
 /* An undo record: `width` bytes at 2*off2 had the value `old`. off2 reaches 8 GiB. */

@@ -1,197 +1,15 @@
-/* cases.c -- see cases.h. Worlds first, then one block of cases per group of calls.
- *
- * Arena: 3 regions of 128 granules. Keys 1..24 of 16 granules fill it. The survivor builds a world,
- * the victim attaches, prepares (setup) and makes one call (op). */
+/* cases.c -- see cases.h. The victim attaches, prepares (s_...) and makes one call (op_...); the table
+ * at the end says in which world. */
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 #include "cases.h"
+#include "worlds.h"
 
-enum { FULL_KEYS = 24, BIG = 16, SOME = 4 };
-static struct obj X[32];                 /* the victim's objects, or what the survivor holds */
-static shmc_owner *L;                    /* a lookup */
 static uint8_t OUT[64];
 
 void cases_reset(void)
 {
     memset(X, 0, sizeof X);
     L = NULL;
-}
-
-/* ---- worlds ----------------------------------------------------------------------------------- */
-
-static void w_empty(uint32_t policy) { world_open(policy); }
-
-/* Keys 1, 2, 3 side by side; key 10 complete in `two`, key 11 with part 0 only. */
-static void w_few(uint32_t policy)
-{
-    world_open(policy);
-    for (uint64_t k = 1; k <= 3; k++) store(W.one, SOME, k, 0);
-    store(W.two, SOME, 10, 0);
-    store(W.two, SOME, 10, 1);
-    store(W.two, SOME, 11, 0);
-}
-
-static void w_hole(uint32_t policy)
-{
-    w_few(policy);
-    same(del(W.one, 2), 1);
-    drain_all();
-}
-
-/* Full; frequencies differ (LFU), so does recency. */
-static void w_full(uint32_t policy)
-{
-    world_open(policy);
-    for (uint64_t k = 1; k <= FULL_KEYS; k++) store(W.one, BIG, k, 0);
-    for (uint64_t k = 5; k <= FULL_KEYS; k++) touch(W.one, k);
-    touch(W.one, 7);
-    touch(W.one, 2);
-}
-
-/* The survivor holds those that would go first, whatever the policy. */
-static void w_full_held(uint32_t policy)
-{
-    w_full(policy);
-    uint64_t k[3];
-    must(victims(k, 3) == 3);
-    for (int i = 0; i < 3; i++) X[i] = get(W.one, k[i], 0);
-}
-
-static void w_parked(uint32_t policy)
-{
-    w_full_held(policy);
-    struct obj x = alloc(W.one, BIG, 99, 0);       /* meets the held ones, parks them, evicts another */
-    drop(&x);
-    must(((struct header *)W.base)->n_parked == 3);
-}
-
-static void w_chunks_full(uint32_t policy)
-{
-    world_open(policy);
-    for (uint64_t k = 1; k <= 32; k++) store(W.one, 1, k, 0);
-}
-
-static void w_chunks_full_held(uint32_t policy)
-{
-    world_open(policy);
-    for (uint64_t k = 1; k <= 31; k++) store(W.one, 1, k, 0);
-    store(W.two, 1, 50, 0);
-    for (uint64_t k = 1; k <= 4; k++) must(pin(W.one, k, 0));
-}
-
-static void w_draining(uint32_t policy)
-{
-    world_open(policy);
-    for (int i = 0; i < 2; i++) X[i] = alloc(W.one, 128, 0, 0);
-    for (uint32_t part = 0; part < WIDE_PARTS; part++) store(W.wide, 1 + part % 3, 70, part);
-    store(W.one, SOME, 1, 0);
-    same(del(W.wide, 70), 1);
-    must(((struct header *)W.base)->drain != NIL);
-}
-
-static void w_outdated(uint32_t policy)
-{
-    uint32_t generation;
-    world_open(policy);
-    for (int i = 1; i < 3; i++) X[i] = alloc(W.one, 128, 0, 0);
-    for (uint64_t k = 1; k <= 20; k++) store(W.one, 6, k, 0);
-    X[0] = get(W.one, 19, 0);
-    same(shmc_bump(W.h, W.one, &generation), SHMC_OK);
-    must(((struct header *)W.base)->stale > 8);
-}
-
-static void leases_are_over(void)
-{
-    struct core c;
-    core_bind(&c, W.base, W.size, &W.geo);
-    for (uint32_t i = 0; i < c.n_holds; i++)
-        if (c.holds[i].kind != H_FREE && c.holds[i].deadline) c.holds[i].deadline = 1;
-    c.hdr->lease_min = 1;
-}
-
-static void w_leased(uint32_t policy)
-{
-    w_full(policy);
-    for (uint64_t k = 1; k <= FULL_KEYS; k++) must(pin(W.one, k, k <= 4 ? 5 * SECOND : 0));
-    leases_are_over();
-}
-
-static void w_reserved(uint32_t policy)
-{
-    w_few(policy);
-    same(reserve(&X[0], W.one, SOME, 30, 0), SHMC_OK);
-    same(reserve(&X[1], W.two, SOME, 11, 1), SHMC_OK);
-    same(reserve(&X[2], W.two, SOME, 31, 0), SHMC_OK);
-}
-
-static void w_two_regions(uint32_t policy)
-{
-    shmc_geometry g = plan(3 * 128 * GRAN, 128 * GRAN, 32, policy);
-    world_make(&g, 1);
-    world_join("survivor");
-    commit_regions(2);
-    open_namespaces();
-    for (uint64_t k = 1; k <= 16; k++) store(W.one, BIG, k, 0);
-}
-
-/* What an attachment may own when it dies. */
-static void own_much(void)
-{
-    uint32_t n;
-    for (int i = 0; i < 3; i++) X[i] = get(W.one, 1 + (uint64_t)i, 0);
-    X[3] = get(W.two, 10, 0);
-    X[4] = alloc(W.one, SOME, 40, 0);
-    X[5] = alloc(W.one, 2 * SOME, 41, 0);
-    same(reserve(&X[6], W.one, SOME, 42, 0), SHMC_OK);
-    same(reserve(&X[7], W.two, SOME, 11, 1), SHMC_OK);
-    must(pin(W.one, 1, 0) && pin(W.two, 10, 5 * SECOND));
-    L = lookup(W.one, 1, 3, SHMC_F_PIN, &n);
-    X[8] = obj_new();
-    same(shmc_dup(W.h, &X[0].p, X[8].o, 1), SHMC_OK);
-    must(del(W.one, 3));                           /* held: lives on, out of the index */
-}
-
-static void w_dead(uint32_t policy)
-{
-    w_few(policy);
-    pid_t pid = fork();
-    must(pid >= 0);
-    if (pid == 0) {
-        world_join("dead");
-        own_much();
-        _exit(0);
-    }
-    int status;
-    must(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status));
-}
-
-/* A second attachment of the living survivor that looks as if its process had exec'ed. */
-static void w_execed(uint32_t policy)
-{
-    w_few(policy);
-    shmc *h = W.h;
-    shmc *other = world_join("exec");
-    own_much();
-    struct core c;
-    core_bind(&c, W.base, W.size, &W.geo);
-    c.slots[shmc_slot_of(other)].start_stack += 4096;
-    W.h = h;
-}
-
-static void w_dead_committer(uint32_t policy)
-{
-    w_two_regions(policy);
-    pid_t pid = fork();
-    must(pid >= 0);
-    if (pid == 0) {
-        uint32_t region;
-        world_join("committer");
-        same(shmc_region_claim(W.h, &region), SHMC_OK);
-        _exit(0);
-    }
-    int status;
-    must(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status));
 }
 
 /* ---- memory ----------------------------------------------------------------------------------- */
@@ -382,6 +200,14 @@ static void s_block_pin(void)
     drop(&X[20]);
     X[20] = X[21];
 }
+static void s_write_pin(void)
+{
+    s_block();
+    X[21] = obj_new();
+    same(shmc_dup(W.h, &X[20].p, X[21].o, 1), SHMC_OK);
+    drop(&X[20]);
+    X[20] = X[21];
+}
 static void s_between(void) { for (int i = 20; i < 23; i++) X[i] = alloc(W.one, 30, 60, 0); drop(&X[20]); X[20] = X[21]; drop(&X[22]); }
 static void s_many_refs(void) { for (int i = 0; i < 20; i++) X[i] = get(W.one, 1 + (uint64_t)i, 0); }
 static void s_many_writes(void) { for (int i = 0; i < 20; i++) X[i] = alloc(W.one, 1 + (uint32_t)i % 3, 60, 0); }
@@ -526,6 +352,7 @@ const struct crash_case CASES[] = {
     {"release, last ref of a removed chunk of parts", "shmc_release", w_few, s_gone_two, op_release, 0},
     {"release, block pin", "shmc_release", w_few, s_block_pin, op_release, ONE},
     {"release, unpublished", "shmc_release", w_few, s_block, op_release, ONE},
+    {"release, block pin of the unpublished", "shmc_release", w_few, s_write_pin, op_release, ONE},
     {"release, unpublished between free extents", "shmc_release", w_empty, s_between, op_release, ONE},
     {"release, reservation", "shmc_release", w_few, s_reserved, op_release, ONE},
     {"release, reserved part", "shmc_release", w_few, s_reserved_part, op_release, ONE},
@@ -540,6 +367,7 @@ const struct crash_case CASES[] = {
     {"dup, ref", "shmc_dup", w_few, s_held, op_dup, ONE},
     {"dup, pin", "shmc_dup", w_few, s_held, op_dup_pin, ONE},
     {"dup, unpublished", "shmc_dup", w_few, s_block, op_dup, ONE},
+    {"dup, pin of the unpublished", "shmc_dup", w_few, s_block, op_dup_pin, ONE},
 
     {"attach", "shmc_attach", w_few, s_new, op_attach, ONE},
     {"attach, draining on the way", "shmc_attach", w_draining, s_new, op_attach, 0},

@@ -18,7 +18,7 @@ CRASH_POINTS = ("-DSHMC_CRASHPOINTS",)
 NO_JOURNAL = ("-DSHMC_NO_JOURNAL",)
 
 PROGRAMS = {
-    "crash_points": ("world", "digest", "cases", "crash_points"),
+    "crash_points": ("world", "digest", "worlds", "cases", "crash_points"),
     "core_unit": (
         *("world", "digest", "core_unit", "unit_extents", "unit_keys", "unit_holds"),
         *("unit_policy", "unit_sharing", "unit_damage"),

@@ -9,7 +9,7 @@
  *   second:   the same, but the one who recovers dies as well, at every point of the recovery.
  *   pairs:    two victims at once, each dying at a random point; no digest, all invariants.
  *
- * Options: --full, all second deaths; --seed S; --every N, a sample of the points (sanitizers);
+ * Options: --full, all second deaths; --seed S; --every N, a sample of the points (sanitizers); --pairs N;
  * --shard I/N; --only TEXT; --stop at the first failure; --list. The last line is a summary; status 1 when anything was wrong.
  */
 #include <sched.h>
@@ -21,7 +21,7 @@
 #include <unistd.h>
 #include "cases.h"
 
-enum { MAX_POINTS = 1 << 16, PAIRS = 40, WATCHDOG_S = 3600, CHILD_S = 30, SHOWN = 20 };
+enum { MAX_POINTS = 1 << 16, PAIR_ROUNDS = 20, CHILD_S = 30, SHOWN = 20 };
 
 /* Written by children, read by the parent. */
 struct result {
@@ -31,7 +31,7 @@ struct result {
 };
 static struct result *R;
 
-static struct options { bool full, list, stop; uint32_t every, shard, shards; uint64_t seed; const char *only; } opt = {.every = 1, .shards = 1, .seed = 1};
+static struct options { bool full, list, stop; uint32_t every, shard, shards, pairs; uint64_t seed; const char *only; } opt = {.every = 1, .shards = 1, .pairs = 40, .seed = 1};
 static struct totals { uint64_t runs, points, deaths, second, pairs, failures, failed_runs, corrupt; } total;
 
 /* ---- the hook ---------------------------------------------------------------------------------- */
@@ -303,7 +303,7 @@ static void run_pair(uint64_t number)
     uint32_t policy = (uint32_t)(rnd(&s) % 4);
     char what[160];
     build(a, policy);
-    for (int round = 0; round < 20; round++) {
+    for (int round = 0; round < PAIR_ROUNDS; round++) {
         uint64_t ka = 1 + rnd(&s) % 120, kb = 1 + rnd(&s) % 120;
         restore(image);
         R->gate = 0;
@@ -330,6 +330,7 @@ static void parse(int argc, char **argv)
         else if (!strcmp(a, "--stop")) opt.stop = true;
         else if (!strcmp(a, "--seed")) { opt.seed = strtoull(v, NULL, 0); i++; }
         else if (!strcmp(a, "--every")) { opt.every = (uint32_t)strtoul(v, NULL, 0); i++; }
+        else if (!strcmp(a, "--pairs")) { opt.pairs = (uint32_t)strtoul(v, NULL, 0); i++; }
         else if (!strcmp(a, "--only")) { opt.only = v; i++; }
         else if (!strcmp(a, "--shard") && sscanf(v, "%u/%u", &opt.shard, &opt.shards) == 2) i++;
         else { fprintf(stderr, "unknown option %s\n", a); exit(2); }
@@ -367,8 +368,8 @@ int main(int argc, char **argv)
     for (uint32_t i = 0; i < N_CASES; i++)
         for (uint32_t policy = SHMC_LRU; policy <= (CASES[i].flags & ALL ? SHMC_LFU : SHMC_LRU); policy++, number++)
             if (number % opt.shards == opt.shard && (!opt.only || strstr(CASES[i].name, opt.only))) run_case(&CASES[i], policy, number);
-    for (uint32_t i = 0; i < PAIRS && !opt.only; i++)
-        if (i % opt.shards == opt.shard && sampled(opt.every, i, 3)) run_pair(i);
+    for (uint32_t i = 0; i < opt.pairs; i++)
+        if (i % opt.shards == opt.shard && (opt.every == 1 || i % 8 == 0)) run_pair(i);
     for (uint32_t op = 0; op < TX_N; op++)
         if (R->words[op]) printf("words %s %u\n", tx_op_name(op), R->words[op]);
     printf("operations %llu, points %llu, deaths %llu, second deaths %llu, pairs %llu, failures %llu in %llu operations, corrupt %llu, %.1f s\n",

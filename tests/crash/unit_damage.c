@@ -145,7 +145,9 @@ static void every_byte_of_the_header(void)
     must(shmc_verify_copy(copy, image_size, NULL, 0) == 0);
     for (uint64_t at = 0; at < sizeof(struct header); at++)
         for (size_t i = 0; i < sizeof WITH; i++) {
-            if (effort < 4 && (at * 3 + i + seed) % (at < 512 ? 1 : 11)) continue;
+            /* of the many like words of bins, levels and journal: each byte once, all ways only with much effort */
+            uint64_t every = at < offsetof(struct header, bin) || effort >= 8 ? 1 : effort >= 2 ? sizeof WITH : 16;
+            if ((at + i + seed) % every) continue;
             damage_one(copy, at, WITH[i]);
             if (in_mutex(at) || shmc_validate(copy, image_size, NULL, NULL)) continue;
             memcpy(copy, image, image_size);
@@ -268,10 +270,67 @@ static void a_journal_of_the_dead_is_undone_in_a_copy(void)
     world_close();
 }
 
+/* One more, or one less, of anything that is counted or linked twice: the verifier must say so. */
+static void verify_sees_what_is_off_by_one(void)
+{
+    make_image(SHMC_LRU);
+    uint8_t *copy = heap(image_size);
+    struct core c;
+    core_bind(&c, copy, image_size, &((struct header *)image)->geo);
+    struct header *h = c.hdr;
+    struct chunk *linked = NULL, *gone = NULL, *shell = NULL;
+    struct block *published = NULL, *writing = NULL, *free_one = NULL;
+    struct hold *live = NULL;
+    memcpy(copy, image, image_size);
+    for (uint32_t i = 0; i < c.n_chunks; i++) {
+        struct chunk *k = &c.chunks[i];
+        if ((k->flags & C_LINKED) && k->held && k->ns_gen == c.namespaces[k->ns].gen) linked = k;
+        if (k->flags & C_GONE) gone = k;
+        if (k->flags & C_SHELL) shell = k;
+    }
+    for (uint32_t i = 0; i < c.n_blocks; i++) {
+        struct block *b = &c.blocks[i];
+        if (b->state == B_PUBLISHED && b->holds != NIL) published = b;
+        if (b->state == B_WRITING) writing = b;
+        if (b->state == B_FREE) free_one = b;
+    }
+    for (uint32_t i = 0; i < c.n_holds; i++) if (c.holds[i].kind == H_REF) live = &c.holds[i];
+    must(linked && gone && shell && published && writing && free_one && live);
+    uint32_t *const words[] = {
+        &h->blocks, &h->chunks, &h->holds, &h->parts, &h->complete, &h->linked, &h->stale, &h->slots, &h->namespaces, &h->n_parked,
+        &h->ready_grans, &h->used_grans, &h->linked_grans, &h->evictable_grans, &h->fl_map, &h->sl_map[0], &h->level_map[0],
+        &h->free_block, &h->free_chunk, &h->free_hold, &h->level_head[0], &h->level_tail[0], &h->parked, &h->journal.count,
+        &linked->held, &linked->grans, &linked->holds, &linked->parts, &linked->hnext, &linked->tag, &linked->pprev, &linked->pnext, &linked->ns_gen,
+        &gone->held, &shell->held, &published->len, &published->off, &published->refs, &published->holds, &published->chunk,
+        &published->phys_prev, &published->phys_next, &published->link_a, &published->part_prev,
+        &writing->len, &writing->off, &writing->refs, &writing->holds, &free_one->len, &free_one->off, &free_one->phys_prev, &free_one->link_a,
+        &live->target, &live->sprev, &live->snext, &live->tprev, &live->tnext, &live->slot_gen,
+        &c.slots[0].n_holds, &c.slots[0].n_writes, &c.slots[0].holds, &c.slots[0].writes, &c.slots[0].gen,
+        &c.namespaces[0].chunks, &c.namespaces[0].complete, &c.namespaces[0].grans, &c.regions[0].first, &c.regions[0].state,
+    };
+    uint16_t *const halves[] = {&linked->published, &linked->flags, &linked->ns, &gone->flags, &shell->flags, &published->state, &published->part,
+                                &published->ns, &writing->state, &free_one->state, &live->kind, &live->slot};
+    for (int by = -1; by <= 1; by += 2) {
+        for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+            memcpy(copy, image, image_size);
+            *words[i] += (uint32_t)by;
+            if (shmc_verify_copy(copy, image_size, NULL, 0) == 0) die(__FILE__, __LINE__, "word seen", (long long)i * by);
+        }
+        for (size_t i = 0; i < sizeof halves / sizeof *halves; i++) {
+            memcpy(copy, image, image_size);
+            *halves[i] = (uint16_t)(*halves[i] + by);
+            if (shmc_verify_copy(copy, image_size, NULL, 0) == 0) die(__FILE__, __LINE__, "half seen", (long long)i * by);
+        }
+    }
+    free(copy);
+    free(image);
+}
+
 const struct unit UNIT_DAMAGE[] = {
     {"every byte of the header may be flipped: refused, poisoned or harmless", every_byte_of_the_header},
     {"short, foreign and unfinished files are told apart", short_and_foreign_files},
     {"random damage of the tables: violations or poisoned, never a crash or a hang", random_damage},
     {"a journal of the dead is undone in a copy, a damaged one is reported", a_journal_of_the_dead_is_undone_in_a_copy},
+    {"verify sees every counter and link that is off by one", verify_sees_what_is_off_by_one},
     {NULL, NULL},
 };

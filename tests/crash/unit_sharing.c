@@ -246,6 +246,52 @@ static void a_thread_that_ends_inside_is_rolled_back_not_reaped(void)
     world_close();
 }
 
+static void *waiter(void *which)
+{
+    struct obj x = {0}, y = {0};
+    uint32_t ticket = 0;
+    char c = 'x';
+    shmc *h = shmc_new(W.base, W.size, SECOND);
+    must(h && !shmc_attach(h, 0, "waiter"));
+    int rc, memory = *(int *)which == 0;
+    x.o = shmc_owner_new(h, 1);
+    y.o = shmc_owner_new(h, 1);
+    if (memory) rc = shmc_alloc(h, W.one, 8 * GRAN, NULL, 0, 1, SHMC_F_NO_EVICT, &x.o, &x.p, &ticket);
+    else rc = shmc_reserve(h, W.one, key(5), 0, GRAN, NULL, 0, 0, x.o, &x.p, &ticket);
+    same(rc, memory ? SHMC_FULL : SHMC_PENDING);
+    must(write(held[1], &c, 1) == 1);
+    same(shmc_wait(h, memory ? 0 : 1, ticket, 20 * SECOND), SHMC_OK);
+    uint32_t dropped;
+    shmc_owner_free(x.o);
+    shmc_owner_free(y.o);
+    same(shmc_detach(h, 0, &dropped), SHMC_OK);
+    shmc_free(h);
+    return NULL;
+}
+
+/* Without a wake-up each would sleep for its 20 s. */
+static void waiters_are_woken(void)
+{
+    static int which[3] = {0, 1, 1};
+    for (int i = 0; i < 3; i++) {
+        pthread_t t;
+        char c;
+        struct obj x = {0};
+        world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
+        if (i == 0) x = alloc(W.one, 64, 0, 0);
+        else same(reserve(&x, W.one, 4, 5, 0), SHMC_OK);
+        uint64_t began = os_now_ns();
+        must(!pipe(held) && !pthread_create(&t, NULL, waiter, &which[i]) && read(held[0], &c, 1) == 1);
+        if (i == 2) same(try_put(&x, W.one, 5, 0), 1);   /* published */
+        drop(&x);                                        /* freed, or the reservation given up */
+        must(!pthread_join(t, NULL));
+        must(os_now_ns() - began < 15 * SECOND);
+        close(held[0]);
+        close(held[1]);
+        world_close();
+    }
+}
+
 /* ---- regions ---------------------------------------------------------------------------------- */
 
 static void regions_are_committed_once_each(void)
@@ -354,6 +400,7 @@ const struct unit UNIT_SHARING[] = {
     {"a forked child uses nothing that it inherited", a_forked_child_uses_nothing_it_inherited},
     {"waiting for the lock ends, destructors defer", waiting_for_the_lock_ends},
     {"a thread that ends inside is rolled back, not reaped", a_thread_that_ends_inside_is_rolled_back_not_reaped},
+    {"waiters for memory and for a publication are woken", waiters_are_woken},
     {"regions are committed once each", regions_are_committed_once_each},
     {"events tell all in order, or of a gap", events_tell_all_in_order_or_of_a_gap},
     {"every cause of a removal is named", every_cause_is_named},

@@ -212,18 +212,19 @@ def test_a_reaper_that_is_killed_leaves_the_rest_to_the_next(name, fork):
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    with small(name, capacity=8 * MIB) as cache:
+    with small(name, capacity=8 * MIB, max_chunks=1 << 16) as cache:
         for i in range(8):
             store(cache, i, i + 1)
         mine = take_everything(cache, "mine")
         clean = cache.stats()
-        in_the_middle = 0
-        deadline = time.monotonic() + 4
-        while time.monotonic() < deadline:
+        rounds = in_the_middle = 0
+        deadline = time.monotonic() + 20
+        while rounds < 4 or (not in_the_middle and time.monotonic() < deadline):
+            rounds += 1
 
             def owner(child: Any) -> None:
                 own = join(name)
-                kept = [own.get(i % 8) for i in range(600)] + [own.allocate(4 * KIB) for _ in range(40)]
+                kept = [own.get(i % 8) for i in range(4000)] + [own.allocate(4 * KIB) for _ in range(100)]
                 kept.append(own.lookup(list(range(8)), pin=True))
                 child.tell("holding")
                 child.await_parent()
@@ -252,7 +253,7 @@ def test_a_reaper_that_is_killed_leaves_the_rest_to_the_next(name, fork):
                 before = cache.stats().counts.holds
                 child.go()
                 # as soon as the first holds have gone, or a little later
-                some = dice.randrange(1, 1500)
+                some = dice.randrange(1, 8000)
                 end = time.monotonic() + 1.0
                 while cache.stats().counts.holds > max(before - some, clean.counts.holds) and time.monotonic() < end:
                     pass

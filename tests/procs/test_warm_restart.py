@@ -37,12 +37,12 @@ def busy(cache: Any, number: int, told: Any) -> None:
     n = 0
     while True:
         key = (number << 24) + n
-        with kv.allocate(dice.choice([4, 8, 20, 64]) * KIB) as obj:
+        with kv.allocate(dice.choice([4, 8, 20, 64]) * KIB, timeout=20.0) as obj:
             stamp(obj, key)
             kv.put(key, obj)
         if n % 8 == 0:
             for part in range(4):
-                with parts.allocate(8 * KIB) as obj:
+                with parts.allocate(8 * KIB, timeout=20.0) as obj:
                     stamp(obj, key + part)
                     parts.put(key, obj, part=part)
         back = (number << 24) + max(0, n - dice.randrange(1, 40))
