@@ -383,9 +383,11 @@ int shmc_ref_count(shmc *h, const shmc_part *part, uint32_t *refs, uint32_t *pin
     if (rc) return rc;
     struct core *c = &h->core;
     *refs = *pins = 0;
-    if (!part_alive(c, part)) return finish(h, SHMC_E_STALE);
+    if (part->block >= c->n_blocks) return finish(h, SHMC_E_STALE);
     const struct block *b = block_at(c, part->block);
-    *refs = b->refs;
+    if (b->gen != part->gen || (b->state != B_WRITING && b->state != B_PUBLISHED)) return finish(h, SHMC_E_STALE);
+    bool cached = b->state == B_PUBLISHED && b->chunk != NIL && (chunk_at(c, b->chunk)->flags & C_LINKED);
+    *refs = b->refs + cached;                            /* the cache's own counts one */
     uint32_t n = 0;
     for (uint32_t i = b->holds; i != NIL && n < 4096; i = hold_at(c, i)->tnext, n++)                /* <= 4096 */
         if (!hold_is_ref(hold_at(c, i)->kind)) ++*pins;

@@ -414,3 +414,27 @@ int shmc_clear(shmc *h, uint32_t ns, uint32_t *cursor, uint64_t *removed)
     }
     return finish(h, *cursor < c->n_chunks ? SHMC_MORE : SHMC_OK);
 }
+
+/* ---- one key ----------------------------------------------------------------------------------------- */
+
+/* Filling a shmc_keys from Python costs as much as the lock. */
+#define ONE(key, klen, ktype) &(const shmc_keys){.data = (key), .n = 1, .klen = (klen), .ktype = (ktype)}
+
+int shmc_put_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, shmc_owner **obj, uint32_t part, const shmc_keys *parent)
+{
+    uint8_t stored = 0;
+    int rc = shmc_put(h, ns, ONE(key, klen, ktype), obj, part, parent, &stored);
+    return rc < 0 ? rc : stored;
+}
+
+int shmc_get_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, uint32_t part, shmc_owner **owner, shmc_part *out)
+{
+    return shmc_get(h, ns, ONE(key, klen, ktype), part, owner, out);
+}
+
+int shmc_contains_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part)
+{
+    uint8_t found = 0;
+    int rc = shmc_contains(h, ns, ONE(key, klen, ktype), part, &found);
+    return rc < 0 ? rc : found;
+}

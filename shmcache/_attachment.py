@@ -4,7 +4,6 @@ A `SharedCache` has one at a time. It gets another in a forked child, or after o
 process for dead; objects keep the attachment they were made under, because their holds are its.
 
     holds    owners without a hold, each with the one-element array that C wants: (owner, array)
-    cells    room for one key each
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from ._arena import Committer, PrefaultState
 from ._core import NULL, OWNERS, ffi, lib, log, operation_name
 from ._defer import Deferred, EventLike
 from ._dtypes import TABLE, torch_dtype
-from ._keys import KeyCell
 
 Hold = tuple[Any, Any]  # (shmc_owner, shmc_owner *[1])
 
@@ -56,7 +54,6 @@ class Attachment:
         "address",
         "base",
         "bases",
-        "cells",
         "closed",
         "handle",
         "holds",
@@ -81,7 +78,6 @@ class Attachment:
         self.closed = False
         self.address: int = mapping.arena.address
         self.holds: list[Hold] = []
-        self.cells: list[KeyCell] = []
         self.ticket = ffi.new("uint32_t *")  # of allocations that will not wait
         self.bases: dict[int, Any] = {}
         self._committer: Committer | None = None

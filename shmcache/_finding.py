@@ -6,13 +6,15 @@ from collections.abc import Iterable
 
 from ._calls import Calls, lease_ns
 from ._core import PART, PARTS, U32, U64, ffi, lib
-from ._keys import Key, KeyCell, pack
+from ._keys import BYTES_TYPE, Key, encode, pack
 from ._order import list_keys
 from .lookup import Lookup
 from .memory import MemoryObj
 
 _contains = lib.shmc_contains
 _get = lib.shmc_get
+_contains_one = lib.shmc_contains_one
+_get_one = lib.shmc_get_one
 _new = ffi.new
 
 
@@ -24,21 +26,16 @@ class Finding(Calls):
     def contains(self, key: Key, *, part: int | None = None) -> bool:
         """Whether the chunk is complete; with `part`, whether that part of it is published."""
         a = self.cache._attachment
-        try:
-            cell = a.cells.pop()
-        except IndexError:
-            cell = KeyCell()
-        if type(key) is bytes and len(key) == cell.size:
-            cell.memory[0 : cell.size] = key
+        if type(key) is bytes:
+            kind, raw = BYTES_TYPE, key
         else:
-            cell.set(key)
-        rc = _contains(a.handle, self._index, cell.keys, -1 if part is None else self._part(part), cell.flag)
+            kind, raw = encode(key)
+        rc: int = _contains_one(a.handle, self._index, raw, len(raw), kind, -1 if part is None else self._part(part))
         if rc < 0:
+            encode(key)
             a.recover(rc, "contains")
             return self.contains(key, part=part)
-        found: bool = cell.flag[0] == 1
-        a.cells.append(cell)
-        return found
+        return rc == 1
 
     def contains_many(self, keys: Iterable[Key], *, part: int | None = None) -> list[bool]:
         """`contains` of each key, in one call."""
@@ -50,24 +47,20 @@ class Finding(Calls):
         if part:
             self._part(part)
         a = self.cache._attachment
-        try:
-            cell = a.cells.pop()
-        except IndexError:
-            cell = KeyCell()
-        if type(key) is bytes and len(key) == cell.size:
-            cell.memory[0 : cell.size] = key
+        if type(key) is bytes:
+            kind, raw = BYTES_TYPE, key
         else:
-            cell.set(key)
+            kind, raw = encode(key)
         try:
             hold = a.holds.pop()
         except IndexError:
             hold = a.new_hold()
         where = _new(PART)
-        rc = _get(a.handle, self._index, cell.keys, part, hold[1], where)
+        rc = _get_one(a.handle, self._index, raw, len(raw), kind, part, hold[1], where)
         if rc < 0:
+            encode(key)
             a.recover(rc, "get")
             return self.get(key, part=part)
-        a.cells.append(cell)
         if where.published:
             return MemoryObj(a, self, [hold], where)
         a.holds.append(hold)

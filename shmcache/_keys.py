@@ -167,30 +167,3 @@ def pack(keys: Iterable[Key]) -> PackedKeys:
             raise _too_long(keys[0], klen)
         return PackedKeys(data, n, klen, BYTES_TYPE)
     return _pack_mixed(keys)
-
-
-class KeyCell:
-    """Room for one key and its answer: what a call of one key needs in C, used again and again.
-
-    A call takes a cell from its session's list and puts it back at the end. (Not one per thread: a
-    signal handler or a destructor may run another call in the middle.)
-    """
-
-    __slots__ = ("_room", "flag", "keys", "memory", "size")
-
-    def __init__(self) -> None:
-        self._room = ffi.new("uint8_t[]", KEY_MAX)
-        self.memory = memoryview(ffi.buffer(self._room))
-        self.flag = ffi.new("uint8_t[1]")
-        self.keys = ffi.new(KEYS)
-        self.keys.data = self._room
-        self.keys.n = 1
-        self.size = -1  # length of the bytes key that `keys` is set for, -1: something else
-
-    def set(self, key: Key) -> None:
-        """Any key. The callers do the same inline for bytes of the length of the last one."""
-        kind, raw = encode(key)
-        self.memory[0 : len(raw)] = raw
-        self.keys.klen = len(raw)
-        self.keys.ktype = kind
-        self.size = len(raw) if kind == BYTES_TYPE else -1

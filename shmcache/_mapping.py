@@ -60,13 +60,13 @@ class Mapping:
 
 
 _mappings: dict[tuple[str, int], Mapping] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
     """Mappings are inherited with their uses; a lock that another thread held is nobody's here."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

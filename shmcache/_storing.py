@@ -11,13 +11,14 @@ from ._attachment import Attachment
 from ._calls import Calls
 from ._core import BYTES, NULL, OWNERS, PART, ffi, lib
 from ._defer import EventLike
-from ._keys import Key, KeyCell, PackedKeys, pack
+from ._keys import BYTES_TYPE, Key, PackedKeys, encode, pack
 from ._meta import layout_of
 from ._pending import PendingPut
 from .memory import MemoryObj
 
 _alloc = lib.shmc_alloc
 _put = lib.shmc_put
+_put_one = lib.shmc_put_one
 _new = ffi.new
 
 
@@ -131,24 +132,19 @@ class Storing(Calls):
         except IndexError:
             self._check_puttable([obj])
             raise
-        try:
-            cell = a.cells.pop()
-        except IndexError:
-            cell = KeyCell()
-        if type(key) is bytes and len(key) == cell.size:
-            cell.memory[0 : cell.size] = key
+        if type(key) is bytes:
+            kind, raw = BYTES_TYPE, key
         else:
-            cell.set(key)
+            kind, raw = encode(key)
         before = NULL if parent is None else pack([parent]).c
-        rc = _put(a.handle, self._index, cell.keys, hold[1], part, before, cell.flag)
+        rc = _put_one(a.handle, self._index, raw, len(raw), kind, hold[1], part, before)
         if rc < 0:
-            self._put_failed(a, rc, [obj])
+            self._put_failed(a, rc, [obj], key)
             return self.put(key, obj, part=part, parent=parent)
-        stored: bool = cell.flag[0] == 1
-        a.cells.append(cell)
-        if stored:
+        if rc == 1:
             obj._part.published = 1
-        return stored
+            return True
+        return False
 
     def _put_unusual(self, key: Key, obj: MemoryObj, part: int, parent: Key | None, after: EventLike | None) -> bool:
         return self.put_many([key], [obj], part=part, parent=parent, after=after)[0]
@@ -234,8 +230,10 @@ class Storing(Calls):
             if obj._more is not None and obj._more.pending is not None:
                 raise ValueError("put: the object is already being put, after its event")
 
-    def _put_failed(self, a: Attachment, rc: int, objs: list[MemoryObj]) -> None:
+    def _put_failed(self, a: Attachment, rc: int, objs: list[MemoryObj], key: Key | None = None) -> None:
         """Raises, always unless another try makes sense."""
+        if key is not None:
+            encode(key)
         if rc == lib.SHMC_E_PUBLISHED:
             raise ValueError("put: the object was published before; bytes in the cache are never changed")
         if rc == lib.SHMC_E_FOREIGN:

@@ -227,7 +227,7 @@ class MemoryObj(Block):
         while True:
             rc = lib.shmc_ref_count(attachment.handle, self._part, cell, cell + 1)
             if rc == 0:
-                return cell[0] + self._part.published, cell[1]
+                return cell[0], cell[1]
             if rc == lib.SHMC_E_STALE and attachment.mine():
                 return 0, 0  # freed, and perhaps another's by now
             if rc != lib.SHMC_E_FORKED:

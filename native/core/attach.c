@@ -73,7 +73,7 @@ bool slot_empty_step(struct core *c, uint32_t slot, uint32_t gen, shmc_reap_repo
             tx32(c, &c->hdr->slots, c->hdr->slots - 1);
             if (!tx_commit(c)) return false;
             report->slots++;
-            PUT(&c->hdr->stat[SHMC_ST_REAPS], c->hdr->stat[SHMC_ST_REAPS] + 1);   /* unlogged: statistics */
+            if (slot != c->me) PUT(&c->hdr->stat[SHMC_ST_REAPS], c->hdr->stat[SHMC_ST_REAPS] + 1);   /* unlogged: statistics */
             return false;
         }
     }

@@ -212,6 +212,10 @@ int shmc_region_done(shmc *h, uint32_t region, int ok, uint32_t flags, uint32_t 
 int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uint32_t part, const shmc_keys *parent, uint8_t *stored);
 int shmc_get(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, shmc_owner **owners, shmc_part *out);
 int shmc_contains(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint8_t *out);
+/* The same for one key, which needs no struct then. put and contains answer 0 or 1. */
+int shmc_put_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, shmc_owner **obj, uint32_t part, const shmc_keys *parent);
+int shmc_get_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, uint32_t part, shmc_owner **owner, shmc_part *out);
+int shmc_contains_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part);
 int shmc_lookup(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t flags, uint64_t lease_ns, shmc_owner *owner, uint32_t *n);
 int shmc_lookup_get(shmc *h, uint32_t ns, shmc_owner *lookup, uint32_t i, uint32_t part, shmc_owner *owner, shmc_part *out);
 int shmc_pin(shmc *h, uint32_t ns, const shmc_keys *keys, uint64_t lease_ns, uint8_t *out);
