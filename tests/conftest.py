@@ -29,7 +29,7 @@ def name() -> Iterator[str]:
     """A segment name nobody else uses; whatever is left under it is removed, and the test fails."""
     name = f"t{os.getpid()}-{uuid.uuid4().hex[:8]}"
     yield name
-    left = [p for p in SHM.glob(f"shmcache.{name}*")]
+    left = list(SHM.glob(f"shmcache.{name}*"))
     for p in left:
         p.unlink(missing_ok=True)
     assert not left, f"left in /dev/shm: {[p.name for p in left]}"

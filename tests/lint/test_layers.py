@@ -98,5 +98,7 @@ def test_only_the_core_wrapper_imports_the_compiled_module() -> None:
 
 
 def test_only_the_bottom_knows_posix_names() -> None:
-    users = {p.stem for p in (ROOT / "shmcache").glob("*.py") if re.search(r"^\s*import posix_ipc", p.read_text(), re.M)}
+    users = {
+        p.stem for p in (ROOT / "shmcache").glob("*.py") if re.search(r"^\s*import posix_ipc", p.read_text(), re.M)
+    }
     assert users == {"_shmfs"}

@@ -297,9 +297,8 @@ def test_a_storm_of_interrupts_in_opening_and_closing(name, fork):
         interrupts = Interrupts()
 
         def open_and_close() -> None:
-            with small(name, timeout=5.0) as cache:
-                with cache.get("k") as obj:
-                    uniform(obj, 7)
+            with small(name, timeout=5.0) as cache, cache.get("k") as obj:
+                uniform(obj, 7)
 
         open_and_close()
         gc.collect()

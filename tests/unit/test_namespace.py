@@ -356,14 +356,14 @@ def test_bump_makes_all_a_miss_at_once_and_frees_it(cache: shmcache.SharedCache)
 def test_a_prefix_outlives_its_extensions(cache: shmcache.SharedCache) -> None:
     parent = None
     for i in range(60):  # one prompt, stored chunk by chunk
-        store(cache.default, ("p%d" % i), parent=parent)
-        parent = "p%d" % i
-    assert cache.keys() == ["p%d" % i for i in reversed(range(60))]
-    cache.lookup(["p%d" % i for i in range(60)])
-    assert cache.keys() == ["p%d" % i for i in reversed(range(60))]
+        store(cache.default, f"p{i}", parent=parent)
+        parent = f"p{i}"
+    assert cache.keys() == [f"p{i}" for i in reversed(range(60))]
+    cache.lookup([f"p{i}" for i in range(60)])
+    assert cache.keys() == [f"p{i}" for i in reversed(range(60))]
     for i in range(34):
         store(cache.default, i)
-    left = [i for i in range(60) if cache.contains("p%d" % i)]
+    left = [i for i in range(60) if cache.contains(f"p{i}")]
     assert left == list(range(30)), "the tail went first"
 
 

@@ -22,7 +22,10 @@ def cache(name: str) -> Iterator[shmcache.SharedCache]:
 
 def torch_dtypes() -> list[torch.dtype]:
     found = {getattr(torch, n) for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)}
-    return sorted((d for d in found if d not in {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}), key=str)
+    return sorted(
+        (d for d in found if d not in {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}),
+        key=str,
+    )
 
 
 @pytest.mark.parametrize("dtype", torch_dtypes(), ids=str)

@@ -145,7 +145,13 @@ def test_files_have_exactly_the_mode_whatever_the_umask(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "region_bytes", "align"),
-    [(65536, 65536, 64), (10 * 65536 + 4096, 65536, 4096), (SMALL, 3 * 65536, 512), (6 << 20, 2 << 20, 1 << 20), (4096, 4096, 4096)],
+    [
+        (65536, 65536, 64),
+        (10 * 65536 + 4096, 65536, 4096),
+        (SMALL, 3 * 65536, 512),
+        (6 << 20, 2 << 20, 1 << 20),
+        (4096, 4096, 4096),
+    ],
 )
 def test_any_geometry_is_sound(name: str, capacity: int, region_bytes: int, align: int) -> None:
     with shmcache.create(name, capacity, region_bytes=region_bytes, align=align, prefault="wait") as cache:

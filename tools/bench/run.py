@@ -44,7 +44,10 @@ def build_core_bench(folder: Path, *, journal: bool) -> Path:
 def core(rounds: int) -> dict[str, dict[str, float]]:
     """{measure: {with, without}}; the two builds take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        programs = {"with": build_core_bench(Path(folder), journal=True), "without": build_core_bench(Path(folder), journal=False)}
+        programs = {
+            "with": build_core_bench(Path(folder), journal=True),
+            "without": build_core_bench(Path(folder), journal=False),
+        }
         seen: dict[str, dict[str, list[float]]] = {}
         for _ in range(rounds):
             for which, program in programs.items():
@@ -55,7 +58,16 @@ def core(rounds: int) -> dict[str, dict[str, float]]:
 
 
 class Row:
-    def __init__(self, name: str, call: Callable[[], object], times: int, floor: str, floor_call: Callable[[], object], floor_times: int, goal: float | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[], object],
+        times: int,
+        floor: str,
+        floor_call: Callable[[], object],
+        floor_times: int,
+        goal: float | None,
+    ) -> None:
         self.name, self.call, self.times, self.goal = name, call, times, goal
         self.floor, self.floor_call, self.floor_times = floor, floor_call, floor_times
         self.us: list[float] = []
@@ -164,16 +176,25 @@ def main() -> int:
     chosen = options.parse_args()
 
     figures = core(rounds=3)
-    print(f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}")
+    versions = f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"{platform.machine()}, {os.cpu_count()} CPUs, {versions}")
     print("\nC core, ns                             with journal   without   ratio")
-    for name in ("hit_ns", "get_release_ns", "touch_ns", "alloc_free_ns", "alloc_put_remove_ns", "lookup_pin_touch_ns_per_key"):
+    for name in (
+        "hit_ns",
+        "get_release_ns",
+        "touch_ns",
+        "alloc_free_ns",
+        "alloc_put_remove_ns",
+        "lookup_pin_touch_ns_per_key",
+    ):
         both = figures[name]
         print(f"  {name:<36} {both['with']:>12.0f} {both['without']:>9.0f} {both['with'] / both['without']:>7.2f}")
 
     names = [f"bench{os.getpid()}-{i}" for i in range(2)]
-    with shmcache.create(names[0], "512MiB", max_chunks=400_000, prefault="wait") as cache, shmcache.create(
-        names[1], "64MiB", prefault="wait"
-    ) as full:
+    with (
+        shmcache.create(names[0], "512MiB", max_chunks=400_000, prefault="wait") as cache,
+        shmcache.create(names[1], "64MiB", prefault="wait") as full,
+    ):
         try:
             table = rows(cache, full)
             end = time.monotonic() + chosen.seconds
@@ -195,9 +216,15 @@ def main() -> int:
     lib.shmc_plan(plan)
     share = plan.control_bytes / plan.capacity
     per_entry = 128 + 112 + 4 * (plan.n_buckets + plan.n_part_buckets) / plan.max_chunks
-    print(f"\nmemory: {per_entry:.0f} bytes for a published chunk of one part; all tables {share:.3%} of a 64 GiB arena")
+    print(
+        f"\nmemory: {per_entry:.0f} bytes for a published chunk of one part; all tables {share:.3%} of a 64 GiB arena"
+    )
     if chosen.json:
-        chosen.json.write_text(json.dumps({"core": figures, "python": python, "bytes_per_entry": per_entry, "control_share": share}, indent=1))
+        chosen.json.write_text(
+            json.dumps(
+                {"core": figures, "python": python, "bytes_per_entry": per_entry, "control_share": share}, indent=1
+            )
+        )
     return 0
 
 
