@@ -179,7 +179,7 @@ class Attachment:
         if self._committer is None:
             with _start_lock:
                 if self._committer is None:
-                    self._committer = Committer(self.mapping.arena, self.handle)
+                    self._committer = Committer(self.arena(), self.handle)
         return self._committer
 
     def prefault_state(self) -> PrefaultState | None:
@@ -203,6 +203,7 @@ class Attachment:
                             self.name, left, timeout)  # fmt: skip
         if self._committer is not None:
             self._committer.stop()
+            self._committer = None  # it keeps the arena mapped
 
     # ---- failures -----------------------------------------------------------------------------
 

@@ -67,8 +67,10 @@ def commit_region(arena: Arena, i: int, stop: threading.Event, until: float | No
     """
     node = arena.region_node(i)
     _prefer(node)
-    _reserve(arena, i)
+    reserved = _reserve(arena, i)
     flags = _collapse(arena, i, stop, until)
+    if not reserved and until is not None:  # what is not reserved must be touched before anybody relies on it
+        populate_region(arena, i, threading.Event(), threads=_threads(), node=node)
     if until is None:
         arena.mapped(i, populate_region(arena, i, stop, threads=_threads(), node=node))
     return flags
@@ -116,10 +118,11 @@ def _prefer(node: int) -> None:
         lib.shmc_numa_prefer(node)
 
 
-def _reserve(arena: Arena, i: int) -> None:
+def _reserve(arena: Arena, i: int) -> bool:
+    """False: the segment was unlinked, but is still in use. Then populating reserves, page by page."""
     fd = arena.open_region(i)
     if fd is None:
-        return  # the segment was unlinked, but is still in use: populating reserves, page by page
+        return False
     length = arena.region_length(i)
     try:
         for at in range(0, length, _RESERVE_PIECE):
@@ -130,6 +133,7 @@ def _reserve(arena: Arena, i: int) -> None:
         raise
     finally:
         os.close(fd)
+    return True
 
 
 def _collapse(arena: Arena, i: int, stop: threading.Event, until: float | None) -> int:

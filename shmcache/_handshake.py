@@ -26,13 +26,20 @@ _PID = struct.Struct("I")
 
 
 class Handshake:
-    """The handshake held on the control file that the name leads to. A context manager."""
+    """The handshake held on the control file that the name leads to. A context manager.
+
+    The object exists before the lock is taken, and gives it back when it is collected: so an
+    interrupt between any two steps leaves no lock behind in a process that lives on.
+    """
 
     def __init__(self, name: str, fd: int) -> None:
+        self._pid = os.getpid()
+        self._open = True
+        self._noted = False
         self.name = name
         self.fd = fd
+        lib.shmc_guard_fd(fd)
         self.inode = _inode(os.fstat(fd))
-        self._noted = False
 
     @classmethod
     def acquire(cls, name: str, deadline: float, *, create_mode: int | None = None) -> Handshake:
@@ -47,29 +54,41 @@ class Handshake:
                 if time.monotonic() >= deadline:
                     raise _timed_out(name, 0)
                 continue
-            lib.shmc_guard_fd(fd)
+            held = cls(name, fd)
             try:
                 _check_owner(name, os.fstat(fd))
                 while not _shmfs.try_lock(fd, _shmfs.HANDSHAKE_BYTE, exclusive=True):
                     if time.monotonic() >= deadline:
                         raise _timed_out(name, _noted_pid(fd))
                     time.sleep(_POLL)
-                if names_inode(name, _inode(os.fstat(fd))):
-                    return cls(name, fd)
+                if names_inode(name, held.inode):
+                    return held
                 if time.monotonic() >= deadline:
                     raise _timed_out(name, 0)
             except BaseException:
-                _close(fd, _shmfs.HANDSHAKE_BYTE)
+                held.close()
                 raise
-            _close(fd, _shmfs.HANDSHAKE_BYTE)  # removed while we waited: start over
+            held.close()  # removed while we waited: start over
 
     def __enter__(self) -> Handshake:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._noted:
-            self._write_pid(0)
-        _close(self.fd, _shmfs.HANDSHAKE_BYTE)
+        self.close()
+
+    def close(self) -> None:
+        """Gives it back; doing it again does nothing. In a forked child the descriptor is closed already."""
+        if self._open and self._pid == os.getpid():
+            self._open = False
+            try:
+                if self._noted:
+                    self._write_pid(0)
+            finally:
+                _close(self.fd, _shmfs.HANDSHAKE_BYTE)
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()
 
     @property
     def size(self) -> int:
@@ -95,23 +114,25 @@ class Presence:
     """
 
     def __init__(self, fd: int | None) -> None:
-        self._fd = fd
         self._pid = os.getpid()
+        self._fd = fd
+        if fd is not None:
+            lib.shmc_guard_fd(fd)
 
     @classmethod
     def take(cls, handshake: Handshake) -> Presence:
         # An open of its own: a lock taken through the handshake's would end with the handshake.
         fd = _shmfs.open_shm(control_name(handshake.name))
-        lib.shmc_guard_fd(fd)
+        mark = cls(fd)  # before the lock, and gives it back when it is collected
         try:
             if _inode(os.fstat(fd)) != handshake.inode:
                 raise OSError(f"{path_of(control_name(handshake.name))} was replaced by hand while it was opened")
             if not _shmfs.try_lock(fd, _shmfs.PRESENCE_BYTE, exclusive=False):
                 raise OSError(f"presence on {path_of(control_name(handshake.name))} is locked by somebody else")
         except BaseException:
-            _close(fd, _shmfs.PRESENCE_BYTE)
+            mark.close()
             raise
-        return cls(fd)
+        return mark
 
     @classmethod
     def nowhere(cls) -> Presence:
@@ -122,6 +143,10 @@ class Presence:
         fd, self._fd = self._fd, None
         if fd is not None and self._pid == os.getpid():
             _close(fd, _shmfs.PRESENCE_BYTE)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", None) is not None:
+            self.close()
 
 
 def names_inode(name: str, inode: tuple[int, int]) -> bool:

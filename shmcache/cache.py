@@ -54,6 +54,7 @@ class SharedCache(DefaultMethods):
         if rank is not None and (not isinstance(rank, int) or not 0 <= rank < 1 << 31):
             raise ValueError(f"rank is {rank!r}: an int, at least 0, or None")
         self.name = request.name
+        self.capacity = 0  # until it is known
         self._lock = threading.RLock()
         self._default: Namespace | None = None
         self._namespace_names: dict[int, str] = {}

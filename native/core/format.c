@@ -142,6 +142,7 @@ int shmc_format(void *base, uint64_t size, const shmc_geometry *g, uint64_t inst
     if (size != g->control_bytes) return SHMC_E_INVAL;
     __atomic_store_n(&h->state, SHMC_S_INIT, __ATOMIC_RELEASE);
     struct tables t = place(g);
+    h->magic = SHMC_MAGIC;                               /* unlogged: format; first, so that a stub of a dead creator is known as ours */
     h->format = SHMC_FORMAT_VERSION;                     /* unlogged: format */
     h->word = SHMC_WORD;                                 /* unlogged: format */
     h->fingerprint = shmc_fingerprint();                 /* unlogged: format */
@@ -180,8 +181,6 @@ int shmc_format(void *base, uint64_t size, const shmc_geometry *g, uint64_t inst
         c.regions[i].bytes = left < g->region_bytes ? left : g->region_bytes;   /* unlogged: format */
         c.regions[i].first = NIL;                                               /* unlogged: format */
     }
-    FENCE();
-    __atomic_store_n(&h->magic, SHMC_MAGIC, __ATOMIC_RELEASE);   /* last: before it, this is a stub */
     return SHMC_OK;
 }
 

@@ -72,6 +72,11 @@ static void op_put_duplicate(void) { want(try_put(&X[20], W.one, 1, 0), 0); }
 static void op_put_30(void) { want(try_put(&X[20], W.one, 30, 0), 1); }
 static void op_put_two_0(void) { want(try_put(&X[20], W.two, 60, 0), 1); }
 static void op_put_two_11(void) { want(try_put(&X[20], W.two, 11, 1), 1); }
+static void op_put_one(void)
+{
+    uint64_t k = 60;
+    want(shmc_put_one(W.h, W.one, (const uint8_t *)&k, 8, 0, &X[20].o, 0, NULL), 1);
+}
 static void op_put_parent(void) { want(put_with_parent(&X[20], 60, 2), 1); }
 static void op_put_many(void)
 {
@@ -99,6 +104,19 @@ static void get_many(uint64_t first, uint32_t n)
 }
 static void op_get(void) { get_many(1, 1); }
 static void op_get_many(void) { get_many(1, 20); }
+
+static void op_get_one(void)
+{
+    uint64_t k = 1;
+    X[20] = obj_new();
+    want(shmc_get_one(W.h, W.one, (const uint8_t *)&k, 8, 0, 0, &X[20].o, &X[20].p), SHMC_OK);
+    want(shmc_owner_count(X[20].o), 1);
+}
+static void op_contains_one(void)
+{
+    uint64_t k = 1;
+    want(shmc_contains_one(W.h, W.one, (const uint8_t *)&k, 8, 0, 0), 1);
+}
 
 static void look(uint32_t flags, uint64_t lease_ns)
 {
@@ -262,7 +280,6 @@ static void op_scan(void)
     want(shmc_scan_keys(W.h, &cursor, NIL, r, 32, &n), SHMC_OK);
 }
 static void op_ref_count(void) { uint32_t refs, pins; want(shmc_ref_count(W.h, &X[20].p, &refs, &pins), SHMC_OK); }
-static void op_namespace_at(void) { static shmc_namespace_info i; want(shmc_namespace_at(W.h, W.one, &i), SHMC_OK); }
 static void op_hold_lock(void) { want(shmc_debug_hold_lock(W.h, 0, 1), SHMC_OK); }
 
 /* ---- the table -------------------------------------------------------------------------------- */
@@ -289,6 +306,7 @@ const struct crash_case CASES[] = {
     {"region failed", "shmc_region_done", w_two_regions, s_committing, op_done_failed, ONE},
 
     {"put", "shmc_put", w_few, s_block, op_put, ONE | ALL},
+    {"put, one", "shmc_put_one", w_few, s_block, op_put_one, ONE},
     {"put, first of two parts", "shmc_put", w_few, s_two_0, op_put_two_0, ONE},
     {"put, last of two parts", "shmc_put", w_few, s_two_11, op_put_two_11, ONE},
     {"put, beside its parent", "shmc_put", w_few, s_block, op_put_parent, ONE | ALL},
@@ -310,6 +328,7 @@ const struct crash_case CASES[] = {
     {"reserve, chunk table full", "shmc_reserve", w_chunks_full, NULL, op_reserve, ALL},
 
     {"get", "shmc_get", w_few, NULL, op_get, ONE},
+    {"get, one", "shmc_get_one", w_few, NULL, op_get_one, ONE},
     {"get, many", "shmc_get", w_full, NULL, op_get_many, 0},
     {"lookup", "shmc_lookup", w_full, NULL, op_lookup, NONE},
     {"lookup, touching", "shmc_lookup", w_full, NULL, op_lookup_touch, ALL},
@@ -382,11 +401,11 @@ const struct crash_case CASES[] = {
     {"takeover, from the dead", "shmc_takeover", w_dead, NULL, op_takeover, TAKEOVER},
     {"namespace, new", "shmc_namespace", w_few, NULL, op_namespace, ONE},
     {"namespace, known", "shmc_namespace", w_few, NULL, op_namespace_there, NONE},
-    {"namespace_at", "shmc_namespace_at", w_few, NULL, op_namespace_at, NONE},
 
     {"verify", "shmc_verify", w_few, NULL, op_verify, NONE},
     {"verify, draining", "shmc_verify", w_draining, NULL, op_verify, 0},
     {"contains", "shmc_contains", w_few, NULL, op_contains, NONE},
+    {"contains, one", "shmc_contains_one", w_few, NULL, op_contains_one, NONE},
     {"contains, draining", "shmc_contains", w_draining, NULL, op_contains, 0},
     {"scan keys", "shmc_scan_keys", w_full, NULL, op_scan, NONE},
     {"ref count", "shmc_ref_count", w_few, s_held, op_ref_count, NONE},
@@ -407,6 +426,7 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_peek_slot", "reads without the lock"},
     {"shmc_slot", "reads without the lock"},
     {"shmc_region", "reads without the lock"},
+    {"shmc_namespace_at", "reads without the lock"},
     {"shmc_stats_read", "reads without the lock"},
     {"shmc_events_read", "reads without the lock"},
     {"shmc_verify_copy", "works on a private copy"},

@@ -25,7 +25,7 @@ enum { MAX_POINTS = 1 << 16, PAIR_ROUNDS = 20, CHILD_S = 30, SHOWN = 20 };
 
 /* Written by children, read by the parent. */
 struct result {
-    uint64_t before, after, expected[MAX_POINTS];
+    uint64_t before, after, expected[MAX_POINTS], events[MAX_POINTS];
     uint32_t points, gate;
     uint32_t words[TX_N];                  /* most journalled words of one transaction, by op */
 };
@@ -37,7 +37,7 @@ static struct totals { uint64_t runs, points, deaths, second, pairs, failures, f
 /* ---- the hook ---------------------------------------------------------------------------------- */
 
 static enum how { OFF, RECORD, KILL } mode;
-static uint64_t at_point, die_at, last_whole;
+static uint64_t at_point, die_at, last_whole, last_events;
 static bool was_open, counted;
 
 /* What recovery must find after a death here: the state when the transaction began, or, once its count
@@ -47,10 +47,14 @@ static void note(const struct header *h)
 {
     bool open = h->seq & 1;
     if (h->journal.count) counted = true;
-    else if (!open || !was_open || counted) last_whole = digest(W.base, W.size);
+    else if (!open || !was_open || counted) {
+        last_whole = digest(W.base, W.size);
+        last_events = h->event_head;
+    }
     if (!open) counted = false;
     was_open = open;
     R->expected[at_point] = last_whole;
+    R->events[at_point] = last_events;
     R->points = (uint32_t)at_point;
 }
 
@@ -283,6 +287,7 @@ static void run_case(const struct crash_case *k, uint32_t policy, uint64_t numbe
         snprintf(what, sizeof what, "%s (%s), killed at %llu of %u", k->name, POLICY[policy], (unsigned long long)i, R->points);
         if (end != 1) { complain(what, end ? "failed" : "came through"); continue; }
         total.deaths++;
+        if (((const struct header *)W.base)->event_published > R->events[i]) complain(what, "readers without the lock see an event that will be undone");
         if (k->flags & TAKEOVER) { judge_takeover(what, R->after); continue; }
         if (opt.full || sampled(60, number ^ 77, i)) { second_deaths(what, R->expected[i]); continue; }
         judge(what, R->expected[i]);

@@ -145,8 +145,9 @@ static void every_byte_of_the_header(void)
     must(shmc_verify_copy(copy, image_size, NULL, 0) == 0);
     for (uint64_t at = 0; at < sizeof(struct header); at++)
         for (size_t i = 0; i < sizeof WITH; i++) {
-            /* of the many like words of bins, levels and journal: each byte once, all ways only with much effort */
-            uint64_t every = at < offsetof(struct header, bin) || effort >= 8 ? 1 : effort >= 2 ? sizeof WITH : 16;
+            /* the many like words of bins, levels and journal: each byte once, all ways only with much effort */
+            bool alike = at >= offsetof(struct header, bin);
+            uint64_t every = effort >= 8 ? 1 : effort >= 2 ? (alike ? sizeof WITH : 1) : alike ? 100 : 8;
             if ((at + i + seed) % every) continue;
             damage_one(copy, at, WITH[i]);
             if (in_mutex(at) || shmc_validate(copy, image_size, NULL, NULL)) continue;
@@ -230,7 +231,7 @@ static void random_damage(void)
     for (uint32_t policy = SHMC_LRU; policy <= SHMC_LFU; policy++) {
         make_image(policy);
         uint8_t *copy = heap(image_size), *again = heap(image_size);
-            for (uint32_t i = 0; i < 100 * effort; i++) {
+            for (uint32_t i = 0; i < 60 * effort; i++) {
             alarm(120);
             damage_tables(copy, &s);
             memcpy(again, copy, image_size);

@@ -40,7 +40,7 @@ static void against_the_model(void)
     uint64_t s = seed;
     memset(MODEL, 0, sizeof MODEL);
     world_of((uint64_t)GRANS * GRAN, REGION * GRAN, 64, SHMC_LRU);
-    for (uint32_t step = 0, used = 0; step < 4000 * effort; step++) {
+    for (uint32_t step = 0, used = 0; step < 1500 * effort; step++) {
         struct obj *o = &x[rnd(&s) % OBJECTS];
         if (o->o) {
             mark(&o->p, 1, 0);

@@ -79,7 +79,8 @@ static void quarantine_keeps_what_may_still_be_written(void)
     same(stats().used, 16 * GRAN);
     struct obj o = obj_new();
     uint32_t refs, pins;
-    same(shmc_ref_count(first, &a.p, &refs, &pins), SHMC_E_STALE);       /* its reference went */
+    same(shmc_ref_count(first, &a.p, &refs, &pins), SHMC_OK);
+    same(refs, 1);                                       /* its reference went, the cache's own is left */
     same(shmc_get(first, W.one, key(3), 0, &o.o, &o.p), SHMC_PENDING);   /* its reservation stands */
     same(shmc_step(other), SHMC_E_STALE);                /* the fence */
     same(shmc_reap(first, &r), SHMC_OK);
@@ -216,6 +217,29 @@ static void waiting_for_the_lock_ends(void)
     same(shmc_step(W.h), SHMC_OK);
     same(stats().holds, 0);
     same(stats().used, 0);
+    world_close();
+}
+
+static void closing_beside_a_stuck_lock_leaves_it_to_the_next_reap(void)
+{
+    shmc_reap_report r;
+    uint32_t dropped;
+    world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
+    shmc *first = W.h, *other = world_join("leaver");
+    struct obj x = alloc(W.one, 4, 1, 0);
+    other->lock_timeout_ns = 2000000;
+    pthread_t t = hold(false);
+    same(shmc_detach(other, 0, &dropped), SHMC_E_LOCK_TIMEOUT);
+    same(shmc_step(other), SHMC_E_CLOSED);
+    let_it_go(t);
+    W.h = first;
+    same(shmc_reap(first, &r), SHMC_OK);
+    same(r.slots, 1);
+    same(r.blocks, 1);
+    same(stats().used, 0);
+    same(shmc_detach(other, 0, &dropped), SHMC_OK);      /* again: nothing is left to give back */
+    drop(&x);
+    shmc_free(other);
     world_close();
 }
 
@@ -399,6 +423,7 @@ const struct unit UNIT_SHARING[] = {
     {"one reaped wrongly is fenced off", one_reaped_wrongly_is_fenced_off},
     {"a forked child uses nothing that it inherited", a_forked_child_uses_nothing_it_inherited},
     {"waiting for the lock ends, destructors defer", waiting_for_the_lock_ends},
+    {"closing beside a stuck lock leaves it to the next reap", closing_beside_a_stuck_lock_leaves_it_to_the_next_reap},
     {"a thread that ends inside is rolled back, not reaped", a_thread_that_ends_inside_is_rolled_back_not_reaped},
     {"waiters for memory and for a publication are woken", waiters_are_woken},
     {"regions are committed once each", regions_are_committed_once_each},

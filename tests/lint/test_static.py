@@ -27,8 +27,8 @@ def test_the_public_names_are_these() -> None:
         "NamespaceMismatchError", "OutOfSharedMemoryError", "PackedKeys", "RawCloneError", "ReapReport", "Reservation",
         "ReservationState", "SegmentBusyError", "SegmentClosedError", "SegmentCorruptError", "SegmentExistsError",
         "SegmentInfo", "SegmentMismatchError", "SegmentNotFoundError", "SegmentPermissionError", "SharedCache",
-        "ShmCacheError", "StaleHandleError", "Stats", "__version__", "attach", "create", "open", "pack", "segments",
-        "unlink",
+        "ShmCacheError", "StaleHandleError", "Stats", "__version__", "attach", "create", "open", "pack", "release_many",
+        "segments", "unlink",
     ]  # fmt: skip
     for name in shmcache.__all__:
         assert getattr(shmcache, name) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import struct
 import time
 from collections.abc import Callable
@@ -25,8 +26,12 @@ PROMPT = 5.0  # seconds: far below the timeouts that it is compared with, far ab
 
 
 def small(name: str, capacity: int | str = "4MiB", **more: Any) -> SharedCache:
-    """A segment without background threads, so that every fork and kill meets only what the test does."""
+    """A segment without background threads, so that every fork and kill meets only what the test does.
+
+    And without huge pages: asking for them waits for every CPU, which takes seconds where all are busy.
+    """
     more.setdefault("prefault", "lazy")
+    more.setdefault("hugepages", False)
     return shmcache.open(name, capacity=capacity, **more)
 
 
@@ -255,3 +260,46 @@ def need_seccomp() -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
         pytest.skip(f"seccomp filters are not permitted: {os.strerror(code)}")
+
+
+# ---- one instruction after another --------------------------------------------------------------------
+
+
+def trace_me() -> None:
+    """In a child: from here on its parent may single-step it."""
+    _checked(libc.ptrace(0, 0, None, None), "ptrace")
+
+
+def await_trap(pid: int) -> int:
+    """The signal with which a traced child has stopped."""
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSTOPPED(status), f"it has ended: {status}"
+    return os.WSTOPSIG(status)
+
+
+def single_step(pid: int) -> None:
+    """Let a traced and stopped child execute one instruction."""
+    ptrace_singlestep = 9
+    _checked(libc.ptrace(ptrace_singlestep, pid, None, None), "ptrace")
+    await_trap(pid)
+
+
+def need_ptrace() -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            trace_me()
+        except OSError as e:
+            os._exit(e.errno or 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if not os.WIFSTOPPED(status):
+        pytest.skip(f"processes may not be traced here: {os.strerror(os.waitstatus_to_exitcode(status))}")
+    try:
+        single_step(pid)
+    except OSError as e:
+        pytest.skip(f"single steps are not to be had here: {e}")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -279,7 +279,7 @@ def test_a_storm_of_interrupts_in_what_waits_for_events(name, fork):
         assert said, f"the child ended with {child.wait()}"
         print(f"handles, interrupts: {said}")
         rounds, interrupted = map(int, said.split())
-        assert rounds > 10 and interrupted > 100
+        assert rounds > 3 and interrupted > 20
         child.go()
         assert child.wait() == 0
         cache.reap()
@@ -319,7 +319,7 @@ def test_a_storm_of_interrupts_in_opening_and_closing(name, fork):
         assert said, f"the child ended with {child.wait()}"
         print(f"opens, interrupts, descriptors left: {said}")
         calls, interrupts, descriptors = map(int, said.split())
-        assert calls > 100 and interrupts > 100
+        assert calls > 100 and interrupts > 30
         # the process lives, and must have given back everything
         with join(name, timeout=3.0) as other:
             assert other.stats().counts.attachments == 2, "slots of interrupted opens came back"

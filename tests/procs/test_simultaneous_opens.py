@@ -58,7 +58,7 @@ def test_sixteen_opens_make_one_generation_that_all_share(name, fork, prefault):
     for _ in range(4):
 
         def work(child: Any, i: int) -> None:
-            with shmcache.open(name, capacity="4MiB", region_bytes="1MiB", prefault=prefault) as cache:
+            with small(name, region_bytes=1 * MIB, prefault=prefault) as cache:
                 assert store(cache, f"from {i}", i + 1, 64 * KIB)
                 child.tell(f"{instance(cache):x}")
                 child.await_parent()

@@ -22,6 +22,7 @@ from hostile import (
     lock_holder,
     recoveries,
     small,
+    state_of,
     store,
     uniform,
 )
@@ -261,7 +262,7 @@ def test_liveness_is_pid_and_start_time_and_stack_and_any_doubt_means_alive():
     child = os.fork()
     if child == 0:
         os._exit(0)
-    eventually(lambda: open(f"/proc/{child}/stat").read().rpartition(")")[2].split()[0] == "Z", "it is a zombie")
+    eventually(lambda: state_of(child) == "Z", "it is a zombie")
     with open(f"/proc/{child}/stat") as f:
         childs_start = int(f.read().rpartition(")")[2].split()[19])
     assert lib.shmc_liveness(child, childs_start, image) == gone, "a zombie has gone"
