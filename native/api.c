@@ -227,6 +227,16 @@ int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped)
     return SHMC_OK;
 }
 
+void shmc_drop(shmc *h)
+{
+    uint32_t dropped;
+    if (h && h->generation == os_generation() && __atomic_load_n(&h->state, __ATOMIC_ACQUIRE) == HANDLE_OPEN) {
+        h->lock_timeout_ns = 1000000;        /* else it leaves a note, and the next reap does it */
+        shmc_detach(h, 0, &dropped);
+    }
+    shmc_free(h);
+}
+
 void shmc_last_holder(shmc *h, shmc_holder *out)
 {
     const struct header *hdr = h->core.hdr;

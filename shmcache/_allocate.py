@@ -77,9 +77,7 @@ class Growth:
         return True
 
 
-def take_memory(
-    namespace: Calls, layout: Layout, n: int, evict: bool, timeout: float | None
-) -> list[MemoryObj] | None:
+def take_memory(namespace: Calls, layout: Layout, n: int, evict: bool, timeout: float | None) -> list[MemoryObj] | None:
     """n blocks or none, after growing and, within `timeout`, waiting."""
     cache = namespace.cache
     deadline = Deadline(timeout)

@@ -89,7 +89,7 @@ class Attachment:
         raw = lib.shmc_new(mapping.base, mapping.size, int(lock_timeout * 1e9))
         if raw == NULL:
             raise errors.SegmentCorruptError(f"segment {home.name!r}: its header is not valid")
-        new = cls(home, mapping, ffi.gc(raw, lib.shmc_free))
+        new = cls(home, mapping, ffi.gc(raw, lib.shmc_drop))
         name = (label or "").encode()[: lib.SHMC_LABEL_MAX - 1]
         number = -1 if rank is None else rank
         rc = lib.shmc_attach(new.handle, number, name)

@@ -126,6 +126,7 @@ class Block:
         attachment = self._attachment
         pointer = ffi.cast("uint8_t *", attachment.address + self._part.offset)
         return ffi.buffer(ffi.gc(pointer, _Keeper((keep, attachment.arena()))), self._part.size)
+
     @property
     def byte_array(self) -> memoryview:
         """The bytes; writable until put, read-only after. It keeps this object alive.

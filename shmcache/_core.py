@@ -41,6 +41,7 @@ BYTES = ffi.typeof("uint8_t[]")
 U32 = ffi.typeof("uint32_t *")
 U64 = ffi.typeof("uint64_t *")
 
+
 def operation_name(op: int) -> str:
     """What a thread does inside the lock, as timeouts report it."""
     return text(lib.shmc_op_name(op))

@@ -15,9 +15,10 @@ import pwd
 import stat
 import struct
 import time
+from typing import Any
 
 from . import _shmfs
-from ._core import lib
+from ._core import ffi, lib
 from ._names import SHM_FOLDER, control_name, path_of
 from .errors import LockTimeoutError, OutOfSharedMemoryError, SegmentPermissionError
 
@@ -33,12 +34,10 @@ class Handshake:
     """
 
     def __init__(self, name: str, fd: int) -> None:
-        self._pid = os.getpid()
-        self._open = True
+        self._cell = _own(fd)
         self._noted = False
         self.name = name
         self.fd = fd
-        lib.shmc_guard_fd(fd)
         self.inode = _inode(os.fstat(fd))
 
     @classmethod
@@ -78,17 +77,11 @@ class Handshake:
 
     def close(self) -> None:
         """Gives it back; doing it again does nothing. In a forked child the descriptor is closed already."""
-        if self._open and self._pid == os.getpid():
-            self._open = False
-            try:
-                if self._noted:
-                    self._write_pid(0)
-            finally:
-                _close(self.fd, _shmfs.HANDSHAKE_BYTE)
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
+        try:
+            if self._noted and self._cell.fd >= 0:
+                self._write_pid(0)
+        finally:
+            lib.shmc_fd_close(self._cell)
 
     @property
     def size(self) -> int:
@@ -114,10 +107,7 @@ class Presence:
     """
 
     def __init__(self, fd: int | None) -> None:
-        self._pid = os.getpid()
-        self._fd = fd
-        if fd is not None:
-            lib.shmc_guard_fd(fd)
+        self._cell = None if fd is None else _own(fd)
 
     @classmethod
     def take(cls, handshake: Handshake) -> Presence:
@@ -140,13 +130,8 @@ class Presence:
         return cls(None)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None and self._pid == os.getpid():
-            _close(fd, _shmfs.PRESENCE_BYTE)
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", None) is not None:
-            self.close()
+        if self._cell is not None:
+            lib.shmc_fd_close(self._cell)
 
 
 def names_inode(name: str, inode: tuple[int, int]) -> bool:
@@ -208,13 +193,11 @@ def _inode(st: os.stat_result) -> tuple[int, int]:
     return st.st_dev, st.st_ino
 
 
-def _close(fd: int, byte: int) -> None:
-    """Unlocks first: a child forked between our open and the guard may share the descriptor."""
-    try:
-        _shmfs.unlock(fd, byte)
-    finally:
-        lib.shmc_unguard_fd(fd)
-        os.close(fd)
+def _own(fd: int) -> Any:
+    """The descriptor in the hands of C: closed once, with all its locks, by a call or when it is collected."""
+    cell = ffi.gc(ffi.new("shmc_fd *", {"fd": -1}), lib.shmc_fd_close)
+    lib.shmc_fd_set(cell, fd)
+    return cell
 
 
 def _noted_pid(fd: int) -> int:

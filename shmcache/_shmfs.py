@@ -89,11 +89,6 @@ def try_lock(fd: int, byte: int, *, exclusive: bool) -> bool:
     return True
 
 
-def unlock(fd: int, byte: int) -> None:
-    """Drops the lock of this open file description, also for a forked child that shares it."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte))
-
-
 def is_locked(fd: int, byte: int) -> bool:
     """Whether another open file description holds any lock on the byte. Takes none itself."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte))

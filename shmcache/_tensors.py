@@ -18,9 +18,7 @@ def _bytes_of(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
-def copy_in(
-    namespace: Namespace, t: Any, fmt: Any, evict: bool, timeout: float | None
-) -> MemoryObj | None:
+def copy_in(namespace: Namespace, t: Any, fmt: Any, evict: bool, timeout: float | None) -> MemoryObj | None:
     """An unpublished object with the values of `t`; None when there is no memory.
 
     ValueError for tensors without plain strided memory (sparse, quantized, meta).

@@ -176,6 +176,8 @@ int shmc_peek_slot(const void *base, uint64_t size, uint32_t slot, shmc_slot_inf
 /* ---- attachment ---------------------------------------------------------------------------- */
 shmc *shmc_new(void *base, uint64_t size, uint64_t lock_timeout_ns);  /* NULL: not a valid segment */
 void shmc_free(shmc *h);
+/* shmc_drop -- the destructor of a handle: detaches, without waiting long, what nobody has detached, and frees */
+void shmc_drop(shmc *h);
 int shmc_can_lock(void);                       /* 0, or SHMC_E_RAW_CLONE */
 int shmc_attach(shmc *h, int32_t rank, const char *label);
 int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped);
@@ -233,8 +235,11 @@ int shmc_verify(shmc *h, char *text, uint32_t cap);          /* count of violati
 int shmc_verify_copy(void *copy, uint64_t size, char *text, uint32_t cap); /* a private copy: no lock, may be changed */
 
 /* ---- the operating system (os/linux.c): calls with no shared state -------------------------- */
-void shmc_guard_fd(int fd);                    /* closed in every forked child */
-void shmc_unguard_fd(int fd);
+/* A descriptor that holds locks: closed in every forked child, and by its destructor, once, in the process
+ * that set it. */
+typedef struct { int fd; int spare; uint64_t generation; } shmc_fd;
+void shmc_fd_set(shmc_fd *cell, int fd);
+void shmc_fd_close(shmc_fd *cell);
 int shmc_liveness(int32_t pid, uint64_t start_time, uint64_t start_stack);
 int shmc_self(int32_t *pid, uint64_t *start_time, uint64_t *start_stack);
 void *shmc_map(int fd, uint64_t size, int writable);              /* NULL: errno */

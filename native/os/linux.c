@@ -80,14 +80,29 @@ uint64_t os_generation(void)
 
 static void guard_swap(int from, int to)
 {
-    (void)os_generation();
     for (int i = 0; i < GUARDED_MAX; i++) {
         int want = from;
         if (__atomic_compare_exchange_n(&guarded[i], &want, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
     }
 }
-void shmc_guard_fd(int fd) { guard_swap(0, fd + 1); }
-void shmc_unguard_fd(int fd) { guard_swap(fd + 1, 0); }
+
+void shmc_fd_set(shmc_fd *cell, int fd)
+{
+    cell->generation = os_generation();
+    guard_swap(0, fd + 1);
+    __atomic_store_n(&cell->fd, fd, __ATOMIC_RELEASE);
+}
+
+void shmc_fd_close(shmc_fd *cell)
+{
+    int fd = __atomic_exchange_n(&cell->fd, -1, __ATOMIC_ACQ_REL);
+    if (fd < 0 || cell->generation != os_generation()) return;      /* in a forked child it is closed already */
+    guard_swap(fd + 1, 0);
+    /* a child forked between open and guard may share the description: its locks end here all the same */
+    struct flock all = {.l_type = F_UNLCK, .l_whence = SEEK_SET};
+    fcntl(fd, F_OFD_SETLK, &all);
+    close(fd);
+}
 
 bool os_can_lock(void)
 {

@@ -708,7 +708,6 @@ def interrupted_opening_and_closing(child: Any, name: str, what: str) -> None:
         for fd in open_descriptors() - descriptors:
             # between a system call and the name that its result gets, a descriptor can be lost: no more than that
             lost.append(place)
-            lib.shmc_unguard_fd(fd)
             os.close(fd)
         with small(name, timeout=3.0) as cache:
             now = cache.stats().counts.attachments
