@@ -36,7 +36,6 @@ from hostile import (
 
 import shmcache
 from shmcache import _shmfs
-from shmcache._core import lib
 
 # ---- storms ---------------------------------------------------------------------------------------
 
