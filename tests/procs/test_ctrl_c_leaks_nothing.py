@@ -589,6 +589,7 @@ def test_an_interrupt_at_every_place_of_an_everyday_call(name, what):
     shmcache.unlink(name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("thread", ["running", "not yet started"])
 def test_an_interrupt_at_every_place_of_what_waits_for_an_event(name, thread):
@@ -652,6 +653,7 @@ def test_an_interrupt_at_every_place_of_what_waits_for_an_event(name, thread):
     shmcache.unlink(name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("what", ["attach", "create", "unlink"])
 def test_an_interrupt_at_every_place_of_opening_and_closing(scrap, fork, what):
