@@ -178,7 +178,7 @@ def test_the_parents_death_is_noticed_although_a_raw_clone_has_its_descriptors(n
             del kept
 
         child = fork(parent)
-        clone = int(child.listen())
+        clone = os.pidfd_open(int(child.listen()))  # nobody's child soon: its number alone could be another's
         child.wait()
         try:
             report = cache.reap()
@@ -188,7 +188,8 @@ def test_the_parents_death_is_noticed_although_a_raw_clone_has_its_descriptors(n
             cache.close()
             shmcache.unlink(name)  # no slot is left, whatever the presence byte says
         finally:
-            os.kill(clone, signal.SIGKILL)
+            signal.pidfd_send_signal(clone, signal.SIGKILL)
+            os.close(clone)
 
 
 def test_a_fork_of_a_raw_clone_may_attach(name):
