@@ -49,20 +49,46 @@ static uint32_t find_complete(struct core *c, uint32_t ns, const struct key *k)
     return i != NIL && chunk_complete(c, chunk_at(c, i)) ? i : NIL;
 }
 
+/* The chunk of a key when that part of it is published; part < 0: when all are. */
+static uint32_t find_part(struct core *c, uint32_t ns, const struct key *k, int32_t part)
+{
+    if (part < 0) return find_complete(c, ns, k);
+    uint32_t chunk = index_find(c, ns, k), b = chunk == NIL ? NIL : part_find(c, chunk, (uint32_t)part);
+    return b != NIL && block_at(c, b)->state == B_PUBLISHED ? chunk : NIL;
+}
+
 /* ---- put ----------------------------------------------------------------------------------------- */
 
-/* The block that an owner's only hold writes; an error says why it cannot be published here. */
-static int block_to_put(struct core *c, shmc *h, const shmc_owner *o, uint32_t ns, uint32_t *block, uint32_t *hold)
+/* The block that an owner's only hold writes, not yet published. */
+static int block_to_write(struct core *c, shmc *h, const shmc_owner *o, uint32_t *block, uint32_t *hold)
 {
     if (!o || o->h != h || o->n != 1 || !hold_mine(c, o->refs[0])) return SHMC_E_STALE;
     const struct hold *k = hold_at(c, o->refs[0].hold);
     if (!hold_on_block(k->kind)) return SHMC_E_STALE;
-    const struct block *b = block_at(c, k->target);
-    if (b->ns != ns) return SHMC_E_FOREIGN;
-    if (b->state != B_WRITING) return SHMC_E_PUBLISHED;
     *block = k->target;
     *hold = o->refs[0].hold;
-    return SHMC_OK;
+    return block_at(c, k->target)->state == B_WRITING ? SHMC_OK : SHMC_E_PUBLISHED;
+}
+
+/* The same, of this namespace; an error says why it cannot be published here. */
+static int block_to_put(struct core *c, shmc *h, const shmc_owner *o, uint32_t ns, uint32_t *block, uint32_t *hold)
+{
+    int rc = block_to_write(c, h, o, block, hold);
+    if (rc == SHMC_E_STALE) return rc;
+    return block_at(c, *block)->ns == ns ? rc : SHMC_E_FOREIGN;
+}
+
+int shmc_adopt(shmc *h, uint32_t ns, shmc_owner *o)
+{
+    struct core *c = &h->core;
+    uint32_t block, hold;
+    if (ns >= c->n_namespaces) return SHMC_E_INVAL;
+    int rc = begin(h, TX_ALLOC);
+    if (rc) return rc;
+    if (!namespace_ok(c, ns)) return finish(h, SHMC_E_INVAL);
+    rc = block_to_write(c, h, o, &block, &hold);
+    if (!rc && block_at(c, block)->chunk != NIL) rc = SHMC_E_FOREIGN;   /* reserved under a key of the other */
+    return finish(h, rc ? rc : block_adopt(c, block, ns));
 }
 
 /* The chunk table is full: free one record, step by step. false: all of it is held. */
@@ -229,12 +255,7 @@ int shmc_contains(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uin
     if (rc) return rc;
     for (uint32_t i = 0; i < keys->n; i++) {
         struct key k = key_at(c, ns, keys, i);
-        if (part < 0) {
-            out[i] = find_complete(c, ns, &k) != NIL;
-        } else {
-            uint32_t chunk = index_find(c, ns, &k), b = chunk == NIL ? NIL : part_find(c, chunk, (uint32_t)part);
-            out[i] = b != NIL && block_at(c, b)->state == B_PUBLISHED;
-        }
+        out[i] = find_part(c, ns, &k, part) != NIL;
         c->items++;
         rc = breathe(h, TX_READ);
         if (rc) return give_up(h, rc);
@@ -316,6 +337,27 @@ int shmc_pin(shmc *h, uint32_t ns, const shmc_keys *keys, uint64_t lease_ns, uin
         rc = breathe(h, TX_HOLD);
         if (rc) return give_up(h, rc);
     }
+    return finish(h, SHMC_OK);
+}
+
+int shmc_leading(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint32_t flags, uint64_t lease_ns, uint32_t *n)
+{
+    struct core *c = &h->core;
+    enum tx_op op = flags & SHMC_F_PIN ? TX_HOLD : TX_READ;
+    *n = 0;
+    int rc = begin_keys(h, op, ns, keys, part < 0 ? 0 : (uint32_t)part);
+    if (rc) return rc;
+    while (*n < keys->n) {
+        struct key k = key_at(c, ns, keys, *n);
+        struct ref r;
+        uint32_t chunk = find_part(c, ns, &k, part);
+        if (chunk == NIL || (op == TX_HOLD && !take(c, H_KEY_PIN, chunk, lease_tick(c, lease_ns), &r))) break;
+        ++*n;
+        c->items++;
+        rc = breathe(h, op);
+        if (rc) return give_up(h, rc);
+    }
+    hits(c, ns, *n, keys->n - *n);
     return finish(h, SHMC_OK);
 }
 

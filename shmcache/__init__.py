@@ -27,6 +27,7 @@ from ._version import __version__
 from .cache import SharedCache
 from .errors import (
     CapacityError,
+    ConfigurationError,
     LockTimeoutError,
     NamespaceMismatchError,
     OutOfSharedMemoryError,
@@ -50,6 +51,7 @@ __all__ = [
     "AUTO",
     "ByteStats",
     "CapacityError",
+    "ConfigurationError",
     "CountStats",
     "Event",
     "Events",

@@ -15,10 +15,10 @@ from . import errors
 from ._core import PARTS, SLICE_NS, ffi, lib
 from ._meta import Layout
 from ._sizes import format_size
-from .memory import MemoryObj
 
 if TYPE_CHECKING:
     from ._calls import Calls
+    from .memory import MemoryObj
 
 _GROW_SECONDS = 1.0  # a region's commit is waited for so long, whatever the timeout
 
@@ -48,7 +48,7 @@ def too_large(namespace: Calls, layout: Layout, n: int = 1) -> errors.CapacityEr
     """The error for a request that could never fit."""
     geometry = namespace.cache._attached().mapping.geometry
     largest = min(geometry.region_bytes, geometry.capacity)
-    what = format_size(layout.nbytes) if n == 1 else f"{n} objects of {format_size(layout.nbytes)}"
+    what = format_size(layout.reserve) if n == 1 else f"{n} objects of {format_size(layout.reserve)}"
     return errors.CapacityError(
         f"allocate: {what} never fit segment {namespace.cache.name!r}, whose capacity is "
         f"{format_size(geometry.capacity)}, and whose largest object {format_size(largest)}",
@@ -90,10 +90,11 @@ def take_memory(namespace: Calls, layout: Layout, n: int, evict: bool, timeout: 
         a = cache._attachment
         pairs, owners = a.new_holds(n)
         rc = lib.shmc_alloc(
-            a.handle, namespace._index, layout.nbytes, layout.c_blob, len(layout.blob), n, flags, owners, parts, ticket
+            a.handle, namespace._index, layout.reserve, layout.c_blob, len(layout.blob), n, flags, owners, parts, ticket
         )
         if rc == 0:
-            return [MemoryObj(a, namespace, [pair], parts + i, layout, parts) for i, pair in enumerate(pairs)]
+            make = namespace._make
+            return [make(a, namespace, [pair], parts + i, layout, parts) for i, pair in enumerate(pairs)]
         if rc >= 0:  # after an error some may be full: those go with their owners
             a.empty_holds(pairs)
         if rc == lib.SHMC_GROW:

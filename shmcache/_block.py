@@ -60,8 +60,11 @@ class Block:
     _layout: Layout | None
 
     def is_valid(self) -> bool:
-        """Whether this object still holds its block."""
-        return bool(self._holds) and not self._attachment.closed
+        """Whether this object still holds its block, by a reference or a pin."""
+        return (bool(self._holds) or self._only_pinned()) and not self._attachment.closed
+
+    def _only_pinned(self) -> bool:
+        return self._more is not None and bool(self._more.pins)
 
     # ---- views ------------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class Block:
         ValueError for an object of several groups: use `get_tensor(i)`.
         """
         attachment = self._attachment
-        if not self._holds or attachment.closed:
+        if attachment.closed or not (self._holds or self._only_pinned()):
             return None
         layout = self._layout or self._look()
         group = layout.single
@@ -118,14 +121,14 @@ class Block:
         """All bytes as a flat uint8 tensor; None once released."""
         if not self.is_valid():
             return None
-        size = self._part.size
+        size = self._look().nbytes
         return self._view(Group((size,), (1,), UINT8, 0, size))
 
     def _buffer(self, keep: object) -> Any:
         """The bytes as a buffer that keeps `keep` alive, however it is passed on."""
         attachment = self._attachment
         pointer = ffi.cast("uint8_t *", attachment.address + self._part.offset)
-        return ffi.buffer(ffi.gc(pointer, _Keeper((keep, attachment.arena()))), self._part.size)
+        return ffi.buffer(ffi.gc(pointer, _Keeper((keep, attachment.arena()))), self._look().nbytes)
 
     @property
     def byte_array(self) -> memoryview:
@@ -140,7 +143,7 @@ class Block:
     def _need_valid(self, what: str) -> None:
         if self._attachment.closed:
             raise self._attachment.error(lib.SHMC_E_CLOSED, what)
-        if not self._holds:
+        if not self.is_valid():
             raise errors.StaleHandleError(f"{what}: the object was released before")
 
     @property
@@ -157,13 +160,13 @@ class Block:
     @property
     def shm_byte_length(self) -> int:
         """The same as `get_size()`, under LMCache's name."""
-        return int(self._part.size)
+        return self._look().nbytes
 
     # ---- description --------------------------------------------------------------------------------
 
     def get_size(self) -> int:
         """Bytes asked for."""
-        return int(self._part.size)
+        return self._look().nbytes
 
     def get_physical_size(self) -> int:
         """Bytes of the extent, at least `get_size()`."""
@@ -208,5 +211,5 @@ class Block:
     def __repr__(self) -> str:
         layout = self._look()
         what = ", ".join(f"{list(g.shape)} {g.dtype.name}" for g in layout.groups)
-        state = "closed" if self._attachment.closed else "released" if not self._holds else "valid"
-        return f"<MemoryObj {what} at {self.shm_offset} of {self._attachment.name!r}, {state}>"
+        state = "closed" if self._attachment.closed else "valid" if self.is_valid() else "released"
+        return f"<{type(self).__name__} {what} at {self.shm_offset} of {self._attachment.name!r}, {state}>"

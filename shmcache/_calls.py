@@ -9,6 +9,7 @@ from ._keys import PackedKeys
 
 if TYPE_CHECKING:
     from .cache import SharedCache
+    from .memory import MemoryObj
 
 
 def lease_ns(lease: float | None) -> int:
@@ -23,14 +24,18 @@ def lease_ns(lease: float | None) -> int:
 class Calls:
     """The state of a `Namespace`, under its two halves: storing and finding."""
 
-    __slots__ = ("_index", "_lease", "cache", "name", "parts")
+    __slots__ = ("_index", "_lease", "_make", "cache", "name", "owner", "parts")
 
-    def __init__(self, cache: SharedCache, name: str, index: int, parts: int, lease: float | None) -> None:
+    def __init__(
+        self, cache: SharedCache, name: str, index: int, parts: int, lease: float | None, make: type[MemoryObj]
+    ) -> None:
         self.cache = cache
         self.name = name
         self.parts = parts
+        self.owner: Any = None  # whoever made the namespace may note itself here
         self._index = index
         self._lease = lease_ns(lease)
+        self._make = make  # class of its objects
 
     def _part(self, part: int) -> int:
         if not isinstance(part, int) or not 0 <= part < self.parts:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
 from ._core import PART, PARTS, U32, U64, ffi, lib
 from ._keys import BYTES_TYPE, Key, encode, pack
 from ._order import list_keys
 from .lookup import Lookup
-from .memory import MemoryObj
+
+if TYPE_CHECKING:
+    from .memory import MemoryObj
 
 _contains = lib.shmc_contains
 _get = lib.shmc_get
@@ -62,7 +65,7 @@ class Finding(Calls):
             a.recover(rc, "get")
             return self.get(key, part=part)
         if where.published:
-            return MemoryObj(a, self, [hold], where)
+            return self._make(a, self, [hold], where)
         a.holds.append(hold)
         return None
 
@@ -84,9 +87,10 @@ class Finding(Calls):
             a.recover(rc, "get_many")
         found: list[MemoryObj | None] = []
         unused = []
+        make = self._make
         for i, pair in enumerate(pairs):
             if parts[i].published:
-                found.append(MemoryObj(a, self, [pair], parts + i, None, parts))
+                found.append(make(a, self, [pair], parts + i, None, parts))
             else:
                 found.append(None)
                 unused.append(pair)
@@ -112,13 +116,44 @@ class Finding(Calls):
             raise ValueError("lookup: a lease is for pins, say pin=True")
         return Lookup(self, pack(keys), pin, self._lease if lease is None else lease_ns(lease), touch)
 
+    def leading(
+        self, keys: Iterable[Key], *, part: int | None = None, pin: bool = False, lease: float | None = None
+    ) -> int:
+        """How many leading keys are complete chunks; with `part`, have that part.
+
+        Parameters
+        ----------
+        pin
+            pin each by its key, as `pin` does, in the critical section in which it is found.
+        lease
+            seconds after which these pins end by themselves; by default the namespace's.
+        """
+        if lease is not None and not pin:
+            raise ValueError("leading: a lease is for pins, say pin=True")
+        packed = pack(keys)
+        n = _new(U32)
+        which = -1 if part is None else self._part(part)
+        ns = self._lease if lease is None else lease_ns(lease)
+        while packed.n:
+            a = self.cache._attachment
+            rc = lib.shmc_leading(a.handle, self._index, packed.c, which, lib.SHMC_F_PIN if pin else 0, ns, n)
+            if rc >= 0:
+                break
+            if pin and n[0] and a.mine():
+                self.unpin_many(packed[: n[0]])
+            a.recover(rc, "leading")
+        return int(n[0])
+
     # ---- by key -----------------------------------------------------------------------------------
 
-    def pin(self, key: Key) -> bool:
+    def pin(self, key: Key, *, part: int | None = None) -> bool:
         """Keep the chunk from eviction until `unpin`, the namespace's lease, or this attachment's end.
 
-        False when it is absent. A pin is this attachment's own: nobody else can spend it.
+        False when it is not complete; with `part`, when that part is absent. A pin is this
+        attachment's own: nobody else can spend it.
         """
+        if part is not None:
+            return self.leading([key], part=part, pin=True) == 1
         return self._flags("pin", lib.shmc_pin, pack([key]), (self._lease,))[0]
 
     def pin_many(self, keys: Iterable[Key]) -> list[bool]:

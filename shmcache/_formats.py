@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -65,17 +65,55 @@ class MemoryObjMetadata:
     """A snapshot of what is known about an object, under LMCache's names."""
 
     shape: torch.Size
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     address: int  # byte offset in the arena
     phy_size: int
     ref_count: int
-    pin_count: int
-    fmt: MemoryFormat
+    pin_count: int = 0
+    fmt: MemoryFormat = MemoryFormat.UNDEFINED
     cached_positions: torch.Tensor | None = None
     shapes: list[torch.Size] | None = None
     dtypes: list[torch.dtype] | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """For serializers: shapes as lists, dtypes by name. Pins and positions are this process's and stay out."""
+        return {
+            "__type__": "MemoryObjMetadata",
+            "shape": list(self.shape),
+            "dtype": str(self.dtype) if self.dtype is not None else None,
+            "address": self.address,
+            "phy_size": self.phy_size,
+            "ref_count": self.ref_count,
+            "fmt": self.fmt.value,
+            "shapes": [list(shape) for shape in self.shapes] if self.shapes else None,
+            "dtypes": [str(dtype) for dtype in self.dtypes] if self.dtypes else None,
+        }
+
+    @staticmethod
+    def from_dict(d: dict[str, Any]) -> MemoryObjMetadata:
+        """What `to_dict` was made of, without pins."""
+        import torch
+
+        def dtype(name: str) -> torch.dtype:
+            found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+            return found
+
+        return MemoryObjMetadata(
+            shape=torch.Size(d["shape"]),
+            dtype=dtype(d["dtype"]) if d["dtype"] else None,
+            address=d["address"],
+            phy_size=d["phy_size"],
+            ref_count=d["ref_count"],
+            pin_count=0,
+            fmt=MemoryFormat(d["fmt"]),
+            shapes=[torch.Size(s) for s in d["shapes"]] if d["shapes"] else None,
+            dtypes=[dtype(name) for name in d["dtypes"]] if d["dtypes"] else None,
+        )
+
     def get_size(self) -> int:
         """Bytes of all shapes together."""
-        pairs = zip(self.shapes or [self.shape], self.dtypes or [self.dtype], strict=True)
+        if self.shapes and self.dtypes:
+            pairs = list(zip(self.shapes, self.dtypes, strict=True))
+        else:
+            pairs = [(self.shape, self.dtype)] if self.dtype is not None else []
         return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)

@@ -37,12 +37,13 @@ class Group(NamedTuple):
 class Layout:
     """What the bytes of an object are; shared by all objects that look alike."""
 
-    __slots__ = ("blob", "c_blob", "fmt", "groups", "nbytes", "shift", "single")
+    __slots__ = ("blob", "c_blob", "fmt", "groups", "nbytes", "reserve", "shift", "single")
 
     def __init__(self, fmt: int, groups: tuple[Group, ...]) -> None:
         self.fmt = fmt
         self.groups = groups
         self.nbytes = sum(g.nbytes for g in groups)
+        self.reserve = self.nbytes  # bytes to ask for: a page, where objects come in pages
         self.single = groups[0] if len(groups) == 1 else None
         self.shift = groups[0].dtype.itemsize.bit_length() - 1
         self.blob = _encode(fmt, groups)
@@ -129,8 +130,17 @@ def layout_of(shape: Any, dtype: Any, fmt: Any) -> Layout:
     return layout
 
 
+def layout_in_page(shape: Any, dtype: Any, fmt: Any, page_bytes: int) -> Layout:
+    """`layout_of` an object that takes a whole page; ValueError when it does not fit one."""
+    layout = _make(shape, dtype, fmt)
+    if layout.nbytes > page_bytes:
+        raise ValueError(f"an object of {layout.nbytes} bytes does not fit a page of {page_bytes}")
+    layout.reserve = page_bytes
+    return layout
+
+
 def layout_from(blob: bytes, size: int) -> Layout:
-    """The layout that `blob` describes. Of a newer or damaged one: `size` plain bytes."""
+    """The layout that `blob` describes, of at most `size` bytes. Of a newer or damaged one: `size` plain bytes."""
     layout = _read.get(blob)
     if layout is None:
         if len(_read) >= _CACHED:
@@ -140,7 +150,7 @@ def layout_from(blob: bytes, size: int) -> Layout:
         except (IndexError, KeyError, ValueError):
             return _make(size, UINT8.name, 0)
         _read[blob] = layout
-    return layout if layout.nbytes == size else _make(size, UINT8.name, layout.fmt)
+    return layout if layout.nbytes <= size else _make(size, UINT8.name, layout.fmt)
 
 
 def _decode(blob: bytes) -> Layout:

@@ -106,6 +106,11 @@ def _by_links(records: Any, rows: Any) -> Any:
 
 def list_keys(cache: SharedCache, namespace: int, published: int) -> list[Key]:
     """Keys of chunks of a namespace with at least so many published parts, coldest to hottest."""
+    return list(list_chunks(cache, namespace, published))
+
+
+def list_chunks(cache: SharedCache, namespace: int, published: int = 1) -> dict[Key, int]:
+    """The same with how many parts are published."""
     import numpy as np
 
     records, quiet = _copy_records(cache)
@@ -113,7 +118,7 @@ def list_keys(cache: SharedCache, namespace: int, published: int) -> list[Key]:
     found = records[order]
     found = found[(found["ns"] == namespace) & (found["published"] >= published)]
     if not len(found):
-        return []
+        return {}
     keys: list[Key]
     klen = int(found["klen"][0])
     if klen and bool((found["klen"] == klen).all() and (found["ktype"] == BYTES_TYPE).all()):
@@ -121,6 +126,23 @@ def list_keys(cache: SharedCache, namespace: int, published: int) -> list[Key]:
     else:
         rows = zip(found["ktype"].tolist(), found["klen"].tolist(), found["key"], strict=True)
         keys = [decode(kind, row[:size].tobytes()) for kind, size, row in rows]
+    counts = found["published"].tolist()
     if not quiet:  # a key that was removed and put again may have been met twice: the hotter one counts
-        keys = list(dict.fromkeys(reversed(keys)))[::-1]
-    return keys
+        hottest_first: dict[Key, int] = {}
+        for key, count in zip(reversed(keys), reversed(counts), strict=True):
+            hottest_first.setdefault(key, count)
+        return dict(reversed(hottest_first.items()))
+    return dict(zip(keys, counts, strict=True))
+
+
+def next_victims(cache: SharedCache, n: int, hottest_first: bool) -> list[tuple[int, Key]]:
+    """Namespace index and key of the chunks that would be evicted next: nobody holds or pins them."""
+    records, _ = _copy_records(cache)
+    found = records[_cold_to_hot(records)]
+    found = found[found["held"] == 0]
+    if hottest_first:
+        found = found[::-1]
+    return [
+        (int(row["ns"]), decode(int(row["ktype"]), row["key"][: row["klen"]].tobytes()))
+        for row in found[: max(0, n)]
+    ]  # fmt: skip

@@ -68,10 +68,10 @@ class Storing(Calls):
         part = _new(PART)
         blob = layout.blob
         rc = _alloc(
-            a.handle, self._index, layout.nbytes, blob, len(blob), 1, 0 if evict else 4, hold[1], part, a.ticket
+            a.handle, self._index, layout.reserve, blob, len(blob), 1, 0 if evict else 4, hold[1], part, a.ticket
         )
         if rc == 0:
-            return MemoryObj(a, self, [hold], part, layout)
+            return self._make(a, self, [hold], part, layout)
         if rc == lib.SHMC_FULL and timeout == 0:
             a.holds.append(hold)
             return None
@@ -121,7 +121,7 @@ class Storing(Calls):
         a = self.cache._attachment
         if (
             after is not None
-            or type(obj) is not MemoryObj
+            or not isinstance(obj, MemoryObj)
             or obj._namespace is not self
             or obj._attachment is not a
             or obj._more is not None
@@ -148,6 +148,35 @@ class Storing(Calls):
 
     def _put_unusual(self, key: Key, obj: MemoryObj, part: int, parent: Key | None, after: EventLike | None) -> bool:
         return self.put_many([key], [obj], part=part, parent=parent, after=after)[0]
+
+    def adopt(self, obj: MemoryObj) -> None:
+        """Take over an unpublished object that was allocated in another namespace of this cache.
+
+        Raises
+        ------
+        ValueError
+            it was published before, is reserved under a key, or is of another cache.
+        StaleHandleError
+            it was released.
+        """
+        a = self.cache._attached("adopt")
+        if obj._attachment is not a:
+            raise ValueError(f"adopt: the object is of cache {obj._namespace.cache.name!r}, not of this open handle")
+        try:
+            owner = obj._holds[0][0]
+        except IndexError:
+            raise errors.StaleHandleError("adopt: the object was released before") from None
+        if obj._more is not None and obj._more.pending is not None:
+            raise ValueError("adopt: the object is already being put, after its event")
+        rc = lib.shmc_adopt(a.handle, self._index, owner)
+        if rc == lib.SHMC_E_PUBLISHED:
+            raise ValueError("adopt: the object was published before; bytes in the cache are never changed")
+        if rc == lib.SHMC_E_FOREIGN:
+            raise ValueError(f"adopt: the object is reserved under a key of {obj._namespace.name!r}")
+        if rc < 0:
+            a.recover(rc, "adopt")
+            return self.adopt(obj)
+        obj._namespace = self
 
     def put_many(
         self, keys: Iterable[Key], objs: Sequence[MemoryObj], *, part: int = 0, parent: Key | None = None,

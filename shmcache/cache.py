@@ -98,11 +98,14 @@ class SharedCache(DefaultMethods):
                 return  # another thread did
             if old.closed:
                 raise old.error(lib.SHMC_E_CLOSED, "attach again")
-            presence, new = _segment.reattach_in_child(old.mapping, self._claim)
-            new.presence = presence
-            if old.is_own():
-                old.presence.close()
-            self._attachment = new
+            self._attachment = self._claim_again(old)
+
+    def _claim_again(self, old: Attachment) -> Attachment:
+        presence, new = _segment.reattach_in_child(old.mapping, self._claim)
+        new.presence = presence
+        if old.is_own():
+            old.presence.close()
+        return new
 
     def check_fork(self) -> bool:
         """In a forked child, attach now instead of at the first use. Whether it did."""
@@ -145,7 +148,10 @@ class SharedCache(DefaultMethods):
                 log.log(logging.INFO if at_exit else logging.WARNING,
                         "%s: closed with %d holds, which were dropped", self.name, dropped[0])  # fmt: skip
             _open_caches.discard(self)
-            _segment.disconnect(mapping, a.presence)
+            self._disconnect(mapping, a)
+
+    def _disconnect(self, mapping: Any, a: Attachment) -> None:
+        _segment.disconnect(mapping, a.presence)
 
     def __enter__(self) -> SharedCache:
         return self

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 __all__ = [
     "CapacityError",
+    "ConfigurationError",
     "LockTimeoutError",
     "NamespaceMismatchError",
     "OutOfSharedMemoryError",
@@ -97,6 +98,10 @@ class NamespaceMismatchError(ShmCacheError):
     """Another attachment made this namespace with other parts or another descriptor."""
 
     codes = (-10,)  # MISMATCH
+
+
+class ConfigurationError(ShmCacheError, ValueError, AssertionError):
+    """Settings that contradict each other. (LMCache asserts them, hence the third base.)"""
 
 
 class CapacityError(ShmCacheError, ValueError):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 from ._core import PART, U32, ffi, lib
 from ._keys import Key, PackedKeys
-from .memory import MemoryObj
 
 if TYPE_CHECKING:
     from ._calls import Calls
     from ._defer import EventLike
+    from .memory import MemoryObj
 
 __all__ = ["Lookup"]
 
@@ -97,7 +97,7 @@ class Lookup:
         where = ffi.new(PART)
         rc = lib.shmc_lookup_get(a.handle, namespace._index, owner, i, part, hold[0], where)
         if rc == 0:
-            return MemoryObj(a, namespace, [hold], where)
+            return namespace._make(a, namespace, [hold], where)
         if rc == lib.SHMC_FULL or (rc == lib.SHMC_E_STALE and a.mine()):
             a.empty_holds([hold])
             return None

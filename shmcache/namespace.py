@@ -14,6 +14,7 @@ from ._keys import Key
 from ._meta import layout_of
 from ._stats import NamespaceInfo
 from ._storing import Storing
+from .memory import MemoryObj
 from .reservation import Reservation
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def canonical_descriptor(descriptor: object) -> bytes | None:
 
 
 def open_namespace(
-    cache: SharedCache, name: str, parts: int | Auto, descriptor: object, lease: float | None
-) -> Namespace:
+    cache: SharedCache, name: str, parts: int | Auto, descriptor: object, lease: float | None,
+    make: type[MemoryObj] = MemoryObj,
+) -> Namespace:  # fmt: skip
     """Find or make a namespace; see `SharedCache.namespace`."""
     raw_name = name.encode() if isinstance(name, str) else b""
     if not 1 <= len(raw_name) <= lib.SHMC_NAME_MAX:
@@ -118,7 +120,7 @@ def open_namespace(
         )
         if rc == 0:
             info = cache._namespace_at(index[0])
-            return Namespace(cache, name, index[0], want or (info.parts if info else 1), lease)
+            return Namespace(cache, name, index[0], want or (info.parts if info else 1), lease, make)
         if rc == lib.SHMC_E_MISMATCH:
             there = cache._namespace_at(index[0])
             raise errors.NamespaceMismatchError(

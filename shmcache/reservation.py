@@ -10,10 +10,10 @@ from ._allocate import Deadline, Growth, too_large
 from ._core import PART, ffi, lib
 from ._keys import Key, PackedKeys, pack
 from ._meta import Layout
-from .memory import MemoryObj
 
 if TYPE_CHECKING:
     from ._defer import EventLike
+    from .memory import MemoryObj
     from .namespace import Namespace
 
 __all__ = ["Reservation", "ReservationState"]
@@ -66,7 +66,7 @@ class Reservation:
         growth = Growth()
         flags = 0
         while True:
-            rc, obj = self._try(layout.nbytes, layout, flags)
+            rc, obj = self._try(layout.reserve, layout, flags)
             self.obj = obj
             if rc == lib.SHMC_OK:
                 self.state = ReservationState.WRITE
@@ -97,7 +97,7 @@ class Reservation:
                 self._ticket,
             )  # fmt: skip
             if rc in (lib.SHMC_OK, lib.SHMC_FOUND):
-                return rc, MemoryObj(a, namespace, [hold], where, layout if rc == lib.SHMC_OK else None)
+                return rc, namespace._make(a, namespace, [hold], where, layout if rc == lib.SHMC_OK else None)
             if rc >= 0 or rc == lib.SHMC_E_CAPACITY:
                 a.empty_holds([hold])
                 return rc, None

@@ -178,6 +178,15 @@ uint32_t block_new(struct core *c, uint32_t ns, uint32_t len, uint64_t size, con
     return i;
 }
 
+int block_adopt(struct core *c, uint32_t block, uint32_t ns)
+{
+    struct block *b = block_at(c, block);
+    tx_begin(c, TX_ALLOC);
+    tx16(c, &b->ns, (uint16_t)ns);
+    tx32(c, &b->ns_gen, ns_at(c, ns)->gen);
+    return tx_commit(c) ? SHMC_OK : SHMC_E_POISONED;
+}
+
 /* Make `block` part `part` of `chunk`; it has a hold, so the chunk has one holder more. */
 static void part_attach(struct core *c, uint32_t chunk, uint32_t block, uint32_t part)
 {

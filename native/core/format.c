@@ -98,6 +98,7 @@ int shmc_plan(shmc_geometry *g)
 /* ---- format --------------------------------------------------------------------------------- */
 
 uint64_t shmc_events_offset(const shmc_geometry *g) { return place(g).events; }
+uint64_t shmc_holds_offset(const shmc_geometry *g) { return place(g).holds; }
 
 void core_bind(struct core *c, void *base, uint64_t size, const shmc_geometry *g)
 {

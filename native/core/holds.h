@@ -30,4 +30,7 @@ void hold_to_ref(struct core *c, uint32_t hold);
 /* hold_lease -- let it end at `deadline` (tick) */
 void hold_lease(struct core *c, uint32_t hold, uint32_t deadline);
 
+/* shmc_holds_offset -- where the table lies in a segment of this geometry */
+uint64_t shmc_holds_offset(const shmc_geometry *g);
+
 #endif

@@ -4,6 +4,7 @@
  * their own number. Tables are not read this way: under load no copy of one ever succeeded. */
 #include "events.h"
 #include "extents.h"
+#include "holds.h"
 
 static void fill(const struct header *h, const shmc_geometry *g, shmc_stats *s)
 {
@@ -44,6 +45,22 @@ int shmc_stats_read(const void *base, uint64_t size, shmc_stats *out)
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         out->exact = !(before & 1) && __atomic_load_n(&h->seq, __ATOMIC_RELAXED) == before;
         if (out->exact) break;
+    }
+    return SHMC_OK;
+}
+
+int shmc_pins_read(const void *base, uint64_t size, uint32_t slot, uint64_t *own, uint64_t *all)
+{
+    shmc_geometry g;
+    int rc = shmc_validate(base, size, &g, NULL);
+    if (rc) return rc;
+    const struct hold *holds = (const void *)((const uint8_t *)base + shmc_holds_offset(&g));
+    *own = *all = 0;
+    for (uint32_t i = 0; i < g.max_holds; i++) {
+        uint16_t kind = __atomic_load_n(&holds[i].kind, __ATOMIC_RELAXED);
+        if (kind == H_FREE || hold_is_ref(kind)) continue;
+        ++*all;
+        *own += __atomic_load_n(&holds[i].slot, __ATOMIC_RELAXED) == slot;
     }
     return SHMC_OK;
 }

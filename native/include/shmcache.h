@@ -194,6 +194,8 @@ shmc_owner *shmc_owner_new(shmc *h, uint32_t capacity);
 void shmc_owner_free(shmc_owner *o);
 uint32_t shmc_owner_count(const shmc_owner *o);
 int shmc_release(shmc *h, shmc_owner **owners, uint32_t n);   /* last to first; empty ones are skipped */
+/* shmc_adopt -- move an unpublished, unreserved block to another namespace, as if allocated there now */
+int shmc_adopt(shmc *h, uint32_t ns, shmc_owner *o);
 int shmc_dup(shmc *h, const shmc_part *part, shmc_owner *to, int as_pin);
 int shmc_ref_count(shmc *h, const shmc_part *part, uint32_t *refs, uint32_t *pins);
 
@@ -219,6 +221,9 @@ int shmc_put_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32
 int shmc_get_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, uint32_t part, shmc_owner **owner, shmc_part *out);
 int shmc_contains_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part);
 int shmc_lookup(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t flags, uint64_t lease_ns, shmc_owner *owner, uint32_t *n);
+/* shmc_leading -- how many leading keys have that part (part -1: are complete). With SHMC_F_PIN each is pinned
+ * as by shmc_pin, in the critical section in which it is found; `n` counts those also when the call fails. */
+int shmc_leading(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint32_t flags, uint64_t lease_ns, uint32_t *n);
 int shmc_lookup_get(shmc *h, uint32_t ns, shmc_owner *lookup, uint32_t i, uint32_t part, shmc_owner *owner, shmc_part *out);
 int shmc_pin(shmc *h, uint32_t ns, const shmc_keys *keys, uint64_t lease_ns, uint8_t *out);
 int shmc_unpin(shmc *h, uint32_t ns, const shmc_keys *keys, uint8_t *out);
@@ -230,6 +235,8 @@ int shmc_reserve(shmc *h, uint32_t ns, const shmc_keys *key, uint32_t part, uint
 int shmc_stats_read(const void *base, uint64_t size, shmc_stats *out);   /* no lock */
 /* shmc_scan_keys -- linked chunks of a namespace (or all: ns 0xffffffff) from table position *cursor on */
 int shmc_scan_keys(shmc *h, uint32_t *cursor, uint32_t ns, shmc_key_record *out, uint32_t cap, uint32_t *n);
+/* shmc_pins_read -- pins on blocks and chunks: of one slot, and of all; approximate beside writers */
+int shmc_pins_read(const void *base, uint64_t size, uint32_t slot, uint64_t *own, uint64_t *all);
 int shmc_events_read(const void *base, uint64_t size, uint64_t since, shmc_event *out, uint32_t cap, uint32_t *n, uint64_t *next, uint64_t *lost);
 int shmc_verify(shmc *h, char *text, uint32_t cap);          /* count of violations, first ones as lines */
 int shmc_verify_copy(void *copy, uint64_t size, char *text, uint32_t cap); /* a private copy: no lock, may be changed */

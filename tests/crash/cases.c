@@ -159,6 +159,9 @@ static void op_unpin(void) { want(unpin(W.one, 1), 1); }
 static void op_unpin_parked(void) { uint64_t k; memcpy(&k, OUT, 8); want(unpin(W.one, k), 1); }
 static void op_unpin_many(void) { want(shmc_unpin(W.h, W.one, keys(1, 12), OUT), SHMC_OK); want(OUT[0], 1); }
 static void op_touch(void) { touch(W.one, 3); }
+static void op_leading(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 4), 0, 0, 0, &n), SHMC_OK); want(n, 3); }
+static void op_leading_pins(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 12), -1, SHMC_F_PIN, 0, &n), SHMC_OK); want(n, 12); }
+static void op_adopt(void) { want(shmc_adopt(W.h, W.two, X[20].o), SHMC_OK); }
 static void op_touch_many(void) { want(shmc_touch(W.h, W.one, keys(1, 12)), SHMC_OK); }
 static void op_touch_parked(void)
 {
@@ -347,6 +350,9 @@ const struct crash_case CASES[] = {
     {"unpin, removed version", "shmc_unpin", w_few, s_pinned_removed, op_unpin, 0},
     {"unpin, parked", "shmc_unpin", w_full, s_pinned_parked, op_unpin_parked, ONE | ALL},
     {"unpin, many", "shmc_unpin", w_full, s_pinned_many, op_unpin_many, 0},
+    {"leading run", "shmc_leading", w_few, NULL, op_leading, NONE},
+    {"leading run, pinned", "shmc_leading", w_full, NULL, op_leading_pins, 0},
+    {"adopt", "shmc_adopt", w_few, s_block, op_adopt, ONE},
     {"touch", "shmc_touch", w_few, NULL, op_touch, ONE | ALL},
     {"touch, many", "shmc_touch", w_full, NULL, op_touch_many, ALL},
     {"touch, parked", "shmc_touch", w_parked, NULL, op_touch_parked, ONE | ALL},
@@ -429,6 +435,7 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_namespace_at", "reads without the lock"},
     {"shmc_stats_read", "reads without the lock"},
     {"shmc_events_read", "reads without the lock"},
+    {"shmc_pins_read", "reads without the lock"},
     {"shmc_verify_copy", "works on a private copy"},
     {"shmc_last_holder", "reads without the lock"},
     {"shmc_wait", "a statistic and a futex: no lock, no logged store"},

@@ -1,0 +1,263 @@
+"""The memory of the backend: which segment, how large, and how objects are taken from it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from . import _open, _sizing, errors
+from ._allocate import take_memory
+from ._formats import MemoryFormat
+from ._meta import Layout, layout_in_page, layout_of
+from ._objects import BytesBufferMemoryObj, TensorMemoryObj
+from ._pools import PooledAllocator, as_given
+from ._sizes import parse_size
+from .allocators import MixedMemoryAllocator
+from .policies import check_policy
+
+if TYPE_CHECKING:
+    from .cache import SharedCache
+    from .namespace import Namespace
+
+_GIB = 1 << 30
+_ALIGN = 4096
+_DEFAULT_SEGMENT = "lmcache"
+_log = logging.getLogger("shmcache")
+
+
+class BackendMemory:
+    """Part of `SharedCPUBackend`.
+
+    Of `extra_config` it reads, beside LMCache's keys: `shmcache.segment` (or `shm_name`; by default
+    "lmcache"), `shmcache.capacity` (bytes or a str with a unit, for the whole host; instead of
+    `max_local_cpu_size`), and what `shmcache.open` takes: `shmcache.lifetime`, `shmcache.prefault`,
+    `shmcache.pin`, `shmcache.mode`, `shmcache.max_chunks`, `shmcache.lock_timeout`.
+    """
+
+    config: Any
+    metadata: Any
+    layerwise: bool
+    enable_blending: bool
+    memory_allocator: Any
+    _pool: PooledAllocator
+    _space: Namespace  # where objects are allocated
+
+    # ---- the segment ---------------------------------------------------------------------------------
+
+    def initialize_allocator(self, config: Any, metadata: Any = None) -> MixedMemoryAllocator:
+        """Open, or make, the segment that the configuration means, and an allocator on it.
+
+        A segment of other parameters is replaced when nobody is attached, and else used as it is; both
+        are logged.
+
+        Raises
+        ------
+        ConfigurationError
+            settings that contradict each other.
+        ValueError
+            an alignment or a size that cannot be.
+        ShmCacheError
+            whatever `shmcache.open` says.
+        """
+        extra = config.extra_config or {}
+        align = self._resolve_local_cpu_allocator_alignment(config)
+        page, page_align = self._page(config, metadata, align)
+        align = page_align or align or _ALIGN
+        capacity, exact = self._capacity(config, metadata)
+        capacity = capacity // (page or align) * (page or align)
+        options: dict[str, Any] = {"policy": check_policy(config.cache_policy), "align": align}
+        if page:
+            options["region_bytes"] = capacity  # pages are counted from its start
+        numa = _sizing.numa_of_segment(config)
+        if numa is not None:
+            options["numa"] = numa
+        for key in ("lifetime", "mode", "max_chunks"):
+            if f"shmcache.{key}" in extra:
+                options[key] = extra[f"shmcache.{key}"]
+        here = {k: extra[f"shmcache.{k}"] for k in ("prefault", "pin", "lock_timeout") if f"shmcache.{k}" in extra}
+        if metadata is not None:
+            here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
+        cache = _connect(self._segment_name(config), capacity, exact, options, here)
+        allocator = MixedMemoryAllocator(cache.capacity, align_bytes=align, cache=cache)
+        allocator.page_bytes = page or 1
+        return allocator
+
+    @staticmethod
+    def _segment_name(config: Any) -> str:
+        extra = config.extra_config or {}
+        return str(extra.get("shmcache.segment") or extra.get("shm_name") or _DEFAULT_SEGMENT).lstrip("/")
+
+    def _capacity(self, config: Any, metadata: Any) -> tuple[int, bool]:
+        """Bytes for the host, and whether a segment of another size is wrong; 0: what is there."""
+        given = (config.extra_config or {}).get("shmcache.capacity")
+        if given is not None:
+            return parse_size(given, "shmcache.capacity"), True
+        configured = _sizing.configured_gib(config, metadata)
+        if not configured:
+            return 0, False
+        effective = self._calculate_effective_cpu_size(configured, config, metadata)
+        copies = 1 if metadata is None or _sizing.one_copy(config, metadata) else metadata.local_world_size
+        # what depends on the moment differs from rank to rank: then the first to come decides
+        exact = effective == configured == float(config.max_local_cpu_size)
+        return int(effective * _GIB) * copies, exact
+
+    def _page(self, config: Any, metadata: Any, align: int | None) -> tuple[int, int]:
+        """Bytes of a page and its alignment for peer-to-peer transfers; 0: objects are of any size."""
+        if not config.enable_p2p:
+            return 0, 0
+        if metadata is None:
+            raise errors.ConfigurationError("enable_p2p needs metadata: pages have the size of a full chunk")
+        size = layout_of(*as_given(metadata.get_shapes(), metadata.get_dtypes()), None).nbytes
+        granule = max(align or 1, min(size & -size, _ALIGN), 64)
+        return _sizing.extent_bytes(size, granule), granule
+
+    def _calculate_effective_cpu_size(self, configured_cpu_size: float, config: Any, metadata: Any = None) -> float:
+        """GiB; see `_sizing.effective_gib`."""
+        return _sizing.effective_gib(configured_cpu_size, config, metadata)
+
+    def _resolve_local_cpu_allocator_alignment(self, config: Any) -> int | None:
+        """See `_sizing.alignment`."""
+        return _sizing.alignment(config)
+
+    @staticmethod
+    def _is_power_of_two(value: int) -> bool:
+        return _sizing.is_power_of_two(value)
+
+    # ---- objects ----------------------------------------------------------------------------------------
+
+    def _format(self, fmt: Any) -> Any:
+        if fmt is not None:
+            return fmt
+        if self.layerwise:
+            return MemoryFormat.KV_2TD if self.enable_blending else MemoryFormat.KV_T2D
+        return MemoryFormat.KV_2LTD
+
+    def _layout(self, shapes: Any, dtypes: Any, fmt: Any) -> Layout:
+        shape, dtype = as_given(shapes, dtypes)
+        page = self.memory_allocator.page_bytes
+        return layout_of(shape, dtype, fmt) if page == 1 else layout_in_page(shape, dtype, fmt, page)
+
+    def _timeout(self, eviction: bool, busy_loop: bool) -> float:
+        return float(self.config.blocking_timeout_secs) if eviction and busy_loop else 0.0
+
+    def allocate(
+        self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True
+    ) -> Any:
+        """Memory for one object, evicting chunks that nobody uses where needed.
+
+        Parameters
+        ----------
+        shapes, dtypes
+            of one tensor, or lists of as many.
+        fmt
+            by default `KV_2LTD`; layerwise `KV_T2D`, with blending `KV_2TD`.
+        eviction
+            whether chunks may be evicted.
+        busy_loop
+            wait up to `blocking_timeout_secs` for memory that others use; without it, not at all.
+
+        Returns
+        -------
+        TensorMemoryObj or None
+            None when there is none, and at once, logged, for what could never fit; then nothing is
+            evicted.
+
+        Raises
+        ------
+        ValueError
+            an empty or negative size.
+        """
+        fmt = self._format(fmt)
+        if getattr(fmt, "value", None) == MemoryFormat.BINARY_BUFFER.value:
+            return self.memory_allocator.allocate(shapes, dtypes, fmt)
+        if self.memory_allocator.page_bytes > 1:
+            found = self._take(self._layout(shapes, dtypes, fmt), 1, eviction, busy_loop)
+            return found[0] if found else None
+        shape, dtype = as_given(shapes, dtypes)
+        try:
+            return self._space.allocate(
+                shape, dtype, fmt=fmt, evict=eviction, timeout=self._timeout(eviction, busy_loop)
+            )
+        except errors.CapacityError as e:
+            _log.warning("%s", e)
+            return None
+
+    def batched_allocate(
+        self, shapes: Any, dtypes: Any, batch_size: int, fmt: Any = None, eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> list[Any] | None:  # fmt: skip
+        """`batch_size` objects alike, all or none; see `allocate`. None also for a negative number."""
+        fmt = self._format(fmt)
+        if getattr(fmt, "value", None) == MemoryFormat.BINARY_BUFFER.value:
+            return self.memory_allocator.batched_allocate(shapes, dtypes, batch_size, fmt)
+        if batch_size <= 0:
+            return [] if batch_size == 0 else None
+        return self._take(self._layout(shapes, dtypes, fmt), batch_size, eviction, busy_loop)
+
+    def _take(self, layout: Layout, n: int, eviction: bool, busy_loop: bool) -> list[Any] | None:
+        try:
+            return take_memory(self._space, layout, n, eviction, self._timeout(eviction, busy_loop))
+        except errors.CapacityError as e:
+            _log.warning("%s", e)
+            return None
+
+    # ---- sizes ------------------------------------------------------------------------------------------
+
+    def get_full_chunk_size_bytes(self) -> int:
+        """Bytes of one rank's object of a full chunk; layerwise, of one layer. ConfigurationError without metadata."""
+        if self.metadata is None:
+            raise errors.ConfigurationError("the size of a chunk is not known without metadata")
+        shapes, dtypes = self.metadata.get_shapes(), self.metadata.get_dtypes()
+        total = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        return int(total) // sum(shape[1] for shape in shapes) if self.layerwise else int(total)
+
+    def calculate_chunk_budget(self) -> int:
+        """How many such objects of this rank the memory that exists can hold, with the other ranks' beside them."""
+        extent = _sizing.extent_bytes(self.get_full_chunk_size_bytes(), self._pool.align_bytes)
+        ranks = 1 if _sizing.one_copy(self.config, self.metadata) else self.metadata.local_world_size
+        return self._pool.size // (extent * ranks)
+
+    def get_memory_allocator(self) -> Any:
+        """The allocator."""
+        return self.memory_allocator
+
+    def _adopted(self, obj: Any, space: Namespace) -> TensorMemoryObj | None:
+        """`obj` as an unpublished object of `space`: itself, or a copy of foreign or published bytes.
+
+        None when there is no memory for the copy.
+        """
+        import torch
+
+        if isinstance(obj, TensorMemoryObj) and obj._namespace.cache is space.cache and not obj.published:
+            if obj._namespace is not space:
+                space.adopt(obj)
+            return obj
+        if isinstance(obj, BytesBufferMemoryObj):
+            source = torch.frombuffer(obj.byte_array, dtype=torch.uint8)
+            layout = self._layout(source.shape, source.dtype, MemoryFormat.BINARY_BUFFER)
+        else:
+            source = obj.raw_tensor
+            if source is None:
+                raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")
+            layout = self._layout(obj.get_shapes(), obj.get_dtypes(), obj.get_memory_format())
+        found = take_memory(space, layout, 1, True, 0.0)
+        if not found:
+            return None
+        copy: Any = found[0]
+        copy.raw_tensor.copy_(source.flatten()[: layout.nbytes])
+        return copy  # type: ignore[no-any-return]
+
+
+def _connect(name: str, capacity: int, exact: bool, options: dict[str, Any], here: dict[str, Any]) -> SharedCache:
+    if not capacity or not exact:
+        try:
+            return _open.attach(name, **here)
+        except errors.SegmentNotFoundError:
+            if not capacity:
+                raise
+    try:
+        return _open.open(name, capacity=capacity, on_incompatible="replace", **options, **here)
+    except (errors.SegmentBusyError, errors.SegmentMismatchError) as e:
+        cache = _open.attach(name, **here)
+        _log.warning("segment %r is in use and is taken as it is: %s", name, e)
+        return cache

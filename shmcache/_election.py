@@ -1,0 +1,36 @@
+"""One of all processes attached to a segment, for a topic: an OFD lock on a byte of the control file.
+
+It ends with the process, whatever ends it, and the next to ask wins.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+from . import _shmfs
+from ._core import lib
+from ._handshake import _inode, _own
+from ._mapping import Mapping
+from ._names import control_name
+
+_FIRST_BYTE = 1 << 40  # beyond any file, and the bytes of the handshake
+
+
+class Election:
+    """A candidate. In a forked child it is nobody: the descriptor was closed at the fork."""
+
+    def __init__(self, mapping: Mapping, topic: str) -> None:
+        self._byte = _FIRST_BYTE + zlib.crc32(topic.encode())
+        fd = _shmfs.open_shm(control_name(mapping.name))
+        self._cell = _own(fd)
+        if _inode(os.fstat(fd)) != mapping.inode:
+            lib.shmc_fd_close(self._cell)  # removed, or replaced: nobody else can come to this segment
+
+    def won(self) -> bool:
+        """Whether this process is the one, from now until `close` or its end."""
+        return self._cell.fd < 0 or _shmfs.try_lock(self._cell.fd, self._byte, exclusive=True)
+
+    def close(self) -> None:
+        """Let others have it."""
+        lib.shmc_fd_close(self._cell)

@@ -1,0 +1,170 @@
+"""Memory objects under LMCache's names: blocks of the arena, and plain bytes beside it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from ._core import log
+from ._formats import MemoryFormat, MemoryObjMetadata
+from ._keys import Key
+from .memory import MemoryObj
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BytesBufferMemoryObj", "TensorMemoryObj"]
+
+
+class TensorMemoryObj(MemoryObj):
+    """A `MemoryObj` made by an allocator or a backend.
+
+    Its pins are those that were taken through it, and those that this process took by its key: LMCache
+    pins by key and unpins through the object.
+    """
+
+    __slots__ = ("_key", "_meta")
+
+    _key: Key  # under which it was put or found; absent before
+    _meta: MemoryObjMetadata
+
+    def unpin(self) -> bool:
+        """Give back one pin of this object, or else of this process on its key; False, logged, when there is none."""
+        if super().unpin():
+            return True
+        key = getattr(self, "_key", None)
+        if key is not None and self._namespace.unpin(key):  # type: ignore[attr-defined]
+            return True
+        log.warning("Double unpin of %r", self)
+        return False
+
+    @property
+    def metadata(self) -> MemoryObjMetadata:
+        """Counts are of now; what the caller sets on it (`cached_positions`) stays with this object."""
+        now = super().metadata
+        now.address //= self._namespace.owner.page_bytes
+        try:
+            meta = self._meta
+        except AttributeError:
+            self._meta = now
+            return now
+        meta.ref_count, meta.pin_count = now.ref_count, now.pin_count
+        return meta
+
+    @property
+    def meta(self) -> MemoryObjMetadata:
+        """The same as `metadata`."""
+        return self.metadata
+
+    @property
+    def raw_data(self) -> torch.Tensor | None:
+        """The same as `raw_tensor`."""
+        return self.raw_tensor
+
+    def invalidate(self) -> None:
+        """Give back all that this object holds."""
+        self.release()
+
+    def parent(self) -> Any:
+        """The allocator it came from."""
+        return self._namespace.owner
+
+    @property
+    def parent_allocator(self) -> Any:
+        """The same as `parent()`."""
+        return self._namespace.owner
+
+
+class BytesBufferMemoryObj:
+    """Bytes of this process, which no other sees: what `BINARY_BUFFER` allocates. It is never freed by hand."""
+
+    def __init__(self, raw_bytes: Any, metadata: MemoryObjMetadata | None = None) -> None:
+        import torch
+
+        self.raw_data = raw_bytes
+        size = len(raw_bytes)
+        self.meta = metadata or MemoryObjMetadata(
+            torch.Size([size, 0, 0, 0]), None, 0, 0, 1, 0, MemoryFormat.BINARY_BUFFER
+        )
+        self._valid = True
+
+    @property
+    def metadata(self) -> MemoryObjMetadata:
+        return self.meta
+
+    tensor = raw_tensor = None
+
+    def get_tensor(self, index: int) -> None:
+        """There is none."""
+
+    @property
+    def byte_array(self) -> Any:
+        """The bytes as they were given."""
+        return self.raw_data
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the first byte; TypeError for bytes that cannot be written."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.raw_data))
+
+    def get_size(self) -> int:
+        return len(self.raw_data)
+
+    def get_physical_size(self) -> int:
+        return self.meta.phy_size
+
+    def get_shape(self) -> torch.Size:
+        return self.meta.shape
+
+    def get_shapes(self) -> list[torch.Size]:
+        return [self.meta.shape]
+
+    def get_dtype(self) -> None:
+        """Bytes have none."""
+
+    def get_dtypes(self) -> list[torch.dtype]:
+        return []
+
+    def get_memory_format(self) -> MemoryFormat:
+        return self.meta.fmt
+
+    def get_num_tokens(self) -> int:
+        return 1
+
+    def ref_count_up(self) -> None:
+        """Nothing to count."""
+
+    def ref_count_down(self) -> None:
+        """Nothing to count."""
+
+    def get_ref_count(self) -> int:
+        return 1
+
+    def pin(self) -> bool:
+        self.meta.pin_count += 1
+        return True
+
+    def unpin(self) -> bool:
+        """False, logged, when it was not pinned."""
+        if self.meta.pin_count == 0:
+            log.warning("Double unpin of %r", self)
+            return False
+        self.meta.pin_count -= 1
+        return True
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.meta.pin_count > 0
+
+    @property
+    def can_evict(self) -> bool:
+        return not self.is_pinned
+
+    def is_valid(self) -> bool:
+        return self._valid
+
+    def invalidate(self) -> None:
+        self._valid = False
+
+    def parent(self) -> None:
+        """Nobody's memory."""

@@ -1,0 +1,219 @@
+"""From LMCache's keys to namespaces, parts and chunks, and back.
+
+    model, world size, dtype, tags (layerwise, MLA, ranks of this host)   -> namespace
+    worker id (and layer)                                                 -> part
+    chunk hash                                                            -> key of the chunk
+
+So a chunk of all ranks is one entry: it is complete when all have put their part, and evicted whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ._core import lib
+from ._keys import Key
+from .errors import ConfigurationError
+from .keys import CacheEngineKey, LayerCacheEngineKey, dtype_from_name, dtype_name
+
+if TYPE_CHECKING:
+    from ._pools import PooledAllocator
+    from ._stats import NamespaceInfo
+    from .namespace import Namespace
+
+_SCHEMA = "lmcache/1"
+_TAG = "lmcache.tag."
+
+MakeKey = Callable[..., Any]
+
+
+class _Any0(dict[int, int]):
+    """Every worker reads and writes part 0."""
+
+    def __missing__(self, _worker: int) -> int:
+        return 0
+
+
+class Route:
+    """One namespace, and which of its parts a worker's key means."""
+
+    __slots__ = ("bases", "facts", "layers", "space")
+
+    def __init__(self, space: Namespace, facts: dict[str, Any]) -> None:
+        self.space = space
+        self.facts = facts
+        self.layers: int = facts["layers"]  # 0: objects hold all layers
+        step = self.layers or 1
+        first, ranks = facts["first"], facts["ranks"]
+        self.bases = _Any0() if facts["mla"] else {first + i: i * step for i in range(ranks)}
+
+    def part(self, key: Any) -> int:
+        """The part of a key; -1 when it is another host's, or a layer that the model does not have."""
+        try:
+            part = self.bases[key.worker_id]
+        except KeyError:
+            return -1
+        if not self.layers:
+            return part
+        layer: int = key.layer_id
+        return part + layer if 0 <= layer < self.layers else -1
+
+    def keys(self, chunk: Key, parts: Iterable[int], make: tuple[MakeKey, MakeKey]) -> Iterator[Any]:
+        """Keys of these parts of a chunk."""
+        f = self.facts
+        dtype = dtype_from_name(f["dtype"])
+        tags = {_TAG + name: value for name, value in f["tags"]} or None
+        step = self.layers or 1
+        for part in parts:
+            worker = f["first"] + part // step
+            if self.layers:
+                yield make[1](f["model"], f["world"], worker, chunk, dtype, tags, part % step)
+            else:
+                yield make[0](f["model"], f["world"], worker, chunk, dtype, tags)
+
+
+class Placement:
+    """The routes that one process has met.
+
+    Parameters
+    ----------
+    pool
+        whose cache they lead to.
+    metadata
+        of this rank; without it a key's world size says how many ranks this host has.
+    layers
+        of a layerwise model; 0: not known.
+    one_copy
+        all ranks read one part (MLA).
+    lease
+        seconds of pins.
+    """
+
+    def __init__(
+        self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None
+    ) -> None:
+        self.make: tuple[MakeKey, MakeKey] = (CacheEngineKey, LayerCacheEngineKey)  # classes of keys to give back
+        self._pool = pool
+        self._metadata = metadata
+        self._layers = layers
+        self._one_copy = one_copy
+        self._lease = lease
+        self.routes: dict[Any, Route] = {}  # by what `identity` says of a key
+        self._by_name: dict[str, Route] = {}
+        self._by_index: dict[int, Route] = {}
+
+    @staticmethod
+    def identity(key: Any) -> tuple[Any, ...]:
+        """What selects the namespace of a key."""
+        return (type(key), key.model_name, key.world_size, key.dtype, key.tags)
+
+    def own(self) -> Route | None:
+        """The route of this rank's own keys without tags; None without metadata."""
+        m = self._metadata
+        if m is None:
+            return None
+        kind = LayerCacheEngineKey if self._layers else CacheEngineKey
+        return self.find(kind(m.model_name, m.world_size, m.worker_id, 0, m.kv_dtype), create=True)
+
+    def find(self, key: Any, create: bool = False) -> Route | None:
+        """The route of a key. None when its namespace is not there, and not to be made."""
+        who = self.identity(key)
+        route = self.routes.get(who)
+        if route is None:
+            facts = self._facts(key)
+            route = self._by_name.get(name := _name_of(facts))
+            if route is None:
+                if not create and not self._is_there(name):
+                    return None
+                route = self._open(name, facts)
+            self.routes[who] = route
+        return route
+
+    def _is_there(self, name: str) -> bool:
+        return any(info.name == name for info in self._pool.cache.namespaces())
+
+    def _open(self, name: str, facts: dict[str, Any]) -> Route:
+        parts = (1 if facts["mla"] else facts["ranks"]) * (facts["layers"] or 1)
+        if parts > lib.SHMC_PARTS_MAX:
+            raise ConfigurationError(
+                f"{facts['ranks']} ranks of {facts['layers']} layers are {parts} parts of a chunk, "
+                f"at most {lib.SHMC_PARTS_MAX}",
+                hint="do not use layerwise objects",
+            )
+        route = Route(self._pool.namespace(name, parts, facts, self._lease), facts)
+        self._by_name[name] = self._by_index[route.space._index] = route
+        return route
+
+    def _facts(self, key: Any) -> dict[str, Any]:
+        m = self._metadata
+        known = m is not None and key.world_size == m.world_size
+        layered = hasattr(key, "layer_id")
+        if layered and not self._layers:
+            raise ConfigurationError(
+                f"{key.to_string()!r} is a layer's key, and how many layers there are is not known",
+                hint="give metadata and use_layerwise, or extra_config['shmcache.num_layers']",
+            )
+        return {
+            "schema": _SCHEMA,
+            "model": key.model_name,
+            "world": key.world_size,
+            "dtype": dtype_name(key.dtype),
+            "tags": [list(tag) for tag in key.tags or ()],
+            "first": m.worker_id - m.local_worker_id if known else 0,
+            "ranks": m.local_world_size if known else key.world_size,
+            "layers": self._layers if layered else 0,
+            "mla": self._one_copy,
+        }
+
+    # ---- the other way ------------------------------------------------------------------------------
+
+    def mine(self) -> list[Route]:
+        """Routes of this model, also those that others made; without metadata, of all models."""
+        return [self._by_name.get(info.name) or self._open(info.name, info.descriptor) for info in self._infos()]
+
+    def _infos(self) -> list[NamespaceInfo]:
+        m = self._metadata
+        found = []
+        for info in self._pool.cache.namespaces():
+            facts = info.descriptor
+            ours = isinstance(facts, dict) and facts.get("schema") == _SCHEMA
+            if ours and (m is None or (facts["model"], facts["world"]) == (m.model_name, m.world_size)):
+                found.append(info)
+        return found
+
+    def count(self) -> int:
+        """Chunks of this model, by all who put some; takes no lock."""
+        return sum(info.chunks for info in self._infos())
+
+    def is_mine(self, namespace: str) -> bool:
+        """Whether a namespace is of this model."""
+        return namespace in self._by_name or any(info.name == namespace for info in self._infos())
+
+    def parts(self, route: Route) -> range:
+        """This rank's parts of a chunk; without metadata, all ranks'."""
+        step = route.layers or 1
+        if self._metadata is None or route.facts["mla"]:
+            return range(route.space.parts)
+        base = route.bases.get(self._metadata.worker_id, 0)
+        return range(base, base + step)
+
+    def keys_of(self, index: int, chunk: Key) -> list[Any]:
+        """This rank's keys of a chunk of the namespace at `index`; none when it is not this model's."""
+        route = self._by_index.get(index)
+        return [] if route is None else list(route.keys(chunk, self.parts(route), self.make))
+
+
+def _name_of(facts: dict[str, Any]) -> str:
+    name = f"lmcache:{facts['model']}@{facts['world']}@{facts['dtype']}"
+    name += "".join(f"@{k}%{v}" for k, v in facts["tags"])
+    if facts["layers"]:
+        name += f"@layers={facts['layers']}"
+    if facts["mla"]:
+        name += "@mla"
+    elif (facts["first"], facts["ranks"]) != (0, facts["world"]):
+        name += f"@ranks={facts['first']}+{facts['ranks']}"
+    if len(name.encode()) > lib.SHMC_NAME_MAX:
+        return f"lmcache:sha256={hashlib.sha256(name.encode()).hexdigest()}"
+    return name
