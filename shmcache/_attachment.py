@@ -19,6 +19,7 @@ from ._arena import Committer, PrefaultState
 from ._core import NULL, OWNERS, ffi, lib, log, operation_name
 from ._defer import Deferred, EventLike
 from ._dtypes import TABLE, torch_dtype
+from .pinning import Pinner
 
 Hold = tuple[Any, Any]  # (shmc_owner, shmc_owner *[1])
 
@@ -156,10 +157,18 @@ class Attachment:
 
     def arena(self) -> Any:
         """The mapped arena. Whoever hands out addresses in it keeps it."""
+        return self._mapped("view").arena
+
+    def pinner(self) -> Pinner:
+        """Registers the arena with CUDA."""
+        pinner: Pinner = self._mapped("pin").pinner
+        return pinner
+
+    def _mapped(self, what: str) -> Any:
         mapping = self.mapping
         if mapping is None:
-            raise self.error(lib.SHMC_E_CLOSED, "view")
-        return mapping.arena
+            raise self.error(lib.SHMC_E_CLOSED, what)
+        return mapping
 
     def base_tensor(self, code: int) -> Any:
         """All of the arena as one tensor of a dtype, of which objects are views."""
@@ -170,6 +179,7 @@ class Attachment:
         with torch.inference_mode(False):
             base = torch.frombuffer(arena.buffer, dtype=torch_dtype(row), count=arena.bytes // row.itemsize)
         self.bases[code] = base
+        self.pinner().poke()  # whoever copies to a device has most likely started CUDA by now
         return base
 
     # ---- threads ------------------------------------------------------------------------------

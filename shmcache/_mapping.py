@@ -10,6 +10,7 @@ from ._control import Control
 from ._handshake import Handshake
 from ._regions import Arena
 from .errors import SegmentClosedError
+from .pinning import Pinner
 
 
 class Mapping:
@@ -25,6 +26,7 @@ class Mapping:
         self.inode = inode
         self.control = control
         self.instance = control.instance
+        self.pinner = Pinner(arena)
         self._arena: Arena | None = arena
         self._uses = 0
 
@@ -54,9 +56,11 @@ class Mapping:
     def release(self) -> None:
         with _lock:
             self._uses -= 1
-            if self._uses == 0:
-                self._arena = None
-                _mappings.pop((self.name, self.instance), None)
+            if self._uses:
+                return
+            self._arena = None
+            _mappings.pop((self.name, self.instance), None)
+        self.pinner.stop()
 
 
 _mappings: dict[tuple[str, int], Mapping] = {}

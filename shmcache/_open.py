@@ -61,7 +61,12 @@ def open(
     numa, hugepages
         where and how memory is placed; `stats()` says what was obtained.
     pin
-        accepted; registering memory with CUDA is not done yet, and `stats().pinning` says so.
+        register the memory with CUDA in this process, region by region in the background, so that copies
+        to and from devices are fast. It is only about speed: what is not pinned, or not yet, works too.
+        By default it happens once this process uses CUDA through torch, which is looked for here, at the
+        first tensor view of each dtype and in `wait_pinned`; torch is not imported and CUDA not started
+        for it. True starts both, on the current device: select yours before. False: never. All handles
+        of a process on one segment share it. `stats().pinning` says how far it got, or why it did not.
     prefault
         "background" (default), "wait" or "lazy".
     on_incompatible

@@ -179,12 +179,20 @@ class Arena:
     def take_unmapped(self) -> int | None:
         """A READY region that nobody in this process has populated yet; then finish with mapped()."""
         for region in self.regions(i for i, state in enumerate(bytes(self._mapped)) if state == 0):
-            if region.ready:
-                with self._lock:
-                    if self._mapped[region.index] == 0:
-                        self._mapped[region.index] = 1
-                        return region.index
+            if region.ready and self.take(region.index):
+                return region.index
         return None
+
+    def take(self, i: int) -> bool:
+        """Claims populating region i for the caller, who then finishes with mapped()."""
+        with self._lock:
+            free = self._mapped[i] == 0
+            if free:
+                self._mapped[i] = 1
+            return free
+
+    def is_mapped(self, i: int) -> bool:
+        return self._mapped[i] == 2
 
     def mapped(self, i: int, done: bool) -> None:
         """Region i is now populated in this process, or was given up."""

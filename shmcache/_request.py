@@ -48,7 +48,7 @@ class Request:
     numa: NumaArgument | Auto = AUTO
     hugepages: bool | Auto = AUTO  # tried
 
-    pin: bool | Auto = AUTO
+    pin: bool | Auto = AUTO  # where CUDA is in use
     prefault: str | Auto = AUTO  # "background"
 
     def __post_init__(self) -> None:

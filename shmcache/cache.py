@@ -61,7 +61,6 @@ class SharedCache(DefaultMethods):
         self._lock_timeout = lock_timeout
         self._label = label
         self._rank = rank
-        self._pin = request.pin
         mapping, presence, attachment = _segment.connect(
             request, how=how, on_incompatible=on_incompatible, timeout=timeout, claim=self._claim
         )
@@ -71,6 +70,7 @@ class SharedCache(DefaultMethods):
         _open_caches.add(self)
         # what the dead left behind; a lock that is not to be had now is somebody else's next chance
         lib.shmc_reap(attachment.handle, ffi.new("shmc_reap_report *"))
+        attachment.pinner().ask(request.pin, lib.shmc_slot_of(attachment.handle) if rank is None else rank)
         self._prefault = "background" if isinstance(request.prefault, Auto) else request.prefault
         if self._prefault == "background":
             attachment.committer().background()
@@ -255,11 +255,19 @@ class SharedCache(DefaultMethods):
         state = a.prefault_state()
         return stats_from(
             raw,
-            pinning="off (not implemented yet)" if self._pin is True else "off",
+            pinning=str(a.pinner()),
             hugepages=arena.hugepages(),
             numa=arena.numa(),
             prefault=str(state) if state is not None else "lazy",
         )
+
+    def wait_pinned(self, timeout: float) -> bool:
+        """Start pinning where `pin` allows it and CUDA is in use by now; wait until all memory is pinned.
+
+        False: not within `timeout` seconds, or it failed, or it is off; `stats().pinning` says which. With
+        prefault="lazy" it takes until all memory was needed. Nothing depends on it but the speed of copies.
+        """
+        return self._attached("wait_pinned").pinner().wait(timeout)
 
     def events(self, since: int | None = None) -> Events:
         """What was admitted and removed, oldest first; takes no lock.

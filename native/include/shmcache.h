@@ -255,6 +255,7 @@ int shmc_map_at(void *at, int fd, uint64_t size);
 int shmc_unmap(void *at, uint64_t size);
 int shmc_populate(void *at, uint64_t size);                       /* 0 or -errno */
 int shmc_collapse(void *at, uint64_t size);                       /* huge pages: 0 or -errno */
+int shmc_inherit(void *at, uint64_t size);                        /* forked children get it too: 0 or -errno */
 int shmc_numa_prefer(int node);                                   /* this thread; -1 gives up the preference */
 
 /* ---- for tests ------------------------------------------------------------------------------ */

@@ -230,6 +230,7 @@ int shmc_map_at(void *at, int fd, uint64_t size)
 int shmc_unmap(void *at, uint64_t size) { return munmap(at, size) ? -errno : 0; }
 int shmc_populate(void *at, uint64_t size) { return madvise(at, size, MADV_POPULATE_WRITE) ? -errno : 0; }
 int shmc_collapse(void *at, uint64_t size) { return madvise(at, size, MADV_COLLAPSE) ? -errno : 0; }
+int shmc_inherit(void *at, uint64_t size) { return madvise(at, size, MADV_DOFORK) ? -errno : 0; }
 
 int shmc_numa_prefer(int node)
 {

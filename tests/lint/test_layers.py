@@ -52,9 +52,9 @@ def test_only_the_lock_and_the_os_layer_know_the_clock_and_the_kernel() -> None:
 # Python modules from the bottom; a module imports only from earlier groups or its own.
 PY_LAYERS = [
     {"_version", "_auto", "errors", "_shmcore"},
-    {"_core", "_sizes", "_names", "_dtypes", "_formats", "_numa"},
+    {"_core", "_sizes", "_names", "_dtypes", "_formats", "_numa", "_cudart"},
     {"_shmfs", "_space", "_request", "_control", "_keys", "_meta", "_events", "_stats", "_defer", "_pending"},
-    {"_regions", "_commit", "_arena", "_handshake", "_create", "_mapping", "_directory"},
+    {"_regions", "_commit", "_arena", "pinning", "_handshake", "_create", "_mapping", "_directory"},
     {"_segment"},
     {"_attachment", "_calls"},
     {"_block", "memory", "_tensors"},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from standin import StandIn
 
 _LONGEST = 110  # seconds; below the timeout of a test
 
@@ -24,3 +26,9 @@ def fork(fork: Callable[[Callable[[Any], object]], Any]) -> Callable[[Callable[[
         return fork(guarded)
 
     return start
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A stand-in for the CUDA runtime, in use in this process and its children."""
+    return StandIn(tmp_path, monkeypatch)
