@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import _open, _sizing, errors
 from ._allocate import take_memory
@@ -33,6 +33,8 @@ class BackendMemory:
     `max_local_cpu_size`), and what `shmcache.open` takes: `shmcache.lifetime`, `shmcache.prefault`,
     `shmcache.pin`, `shmcache.mode`, `shmcache.max_chunks`, `shmcache.lock_timeout`.
     """
+
+    object_class: ClassVar[type[TensorMemoryObj]] = TensorMemoryObj
 
     config: Any
     metadata: Any
@@ -78,7 +80,9 @@ class BackendMemory:
         if metadata is not None:
             here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
         cache = _connect(self._segment_name(config), capacity, exact, options, here)
-        allocator = MixedMemoryAllocator(cache.capacity, align_bytes=align, cache=cache)
+        allocator = MixedMemoryAllocator(
+            cache.capacity, align_bytes=align, cache=cache, object_class=self.object_class
+        )
         allocator.page_bytes = page or 1
         return allocator
 

@@ -197,7 +197,7 @@ class Block:
     def get_num_tokens(self) -> int:
         """The dimension of the (first) shape that counts tokens under the memory format."""
         shape = self._look().groups[0].shape
-        dim = self.get_memory_format().token_dim()
+        dim = format_of(self._look().fmt).token_dim()
         return shape[dim] if dim < len(shape) else 1
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._core import log
 from ._formats import MemoryFormat, MemoryObjMetadata
@@ -25,8 +25,11 @@ class TensorMemoryObj(MemoryObj):
 
     __slots__ = ("_key", "_meta")
 
+    metadata_class: ClassVar[Any] = MemoryObjMetadata  # LMCache's own where LMCache reads it
+    format_class: ClassVar[Any] = MemoryFormat
+
     _key: Key  # under which it was put or found; absent before
-    _meta: MemoryObjMetadata
+    _meta: Any
 
     def unpin(self) -> bool:
         """Give back one pin of this object, or else of this process on its key; False, logged, when there is none."""
@@ -39,20 +42,27 @@ class TensorMemoryObj(MemoryObj):
         return False
 
     @property
-    def metadata(self) -> MemoryObjMetadata:
-        """Counts are of now; what the caller sets on it (`cached_positions`) stays with this object."""
-        now = super().metadata
-        now.address //= self._namespace.owner.page_bytes
+    def metadata(self) -> Any:
+        """A `MemoryObjMetadata` whose counts are of now; what the caller sets on it stays with this object."""
+        refs, pins = self._counts()
         try:
             meta = self._meta
         except AttributeError:
-            self._meta = now
-            return now
-        meta.ref_count, meta.pin_count = now.ref_count, now.pin_count
+            shapes, dtypes = self.get_shapes(), self.get_dtypes()
+            meta = self._meta = self.metadata_class(
+                shape=shapes[0], dtype=dtypes[0], address=self.shm_offset // self._namespace.owner.page_bytes,
+                phy_size=self.get_physical_size(), ref_count=refs, pin_count=pins, fmt=self.get_memory_format(),
+                shapes=shapes, dtypes=dtypes,
+            )  # fmt: skip
+        meta.ref_count, meta.pin_count = refs, pins
         return meta
 
+    def get_memory_format(self) -> Any:
+        """How the dimensions are to be read."""
+        return self.format_class(super().get_memory_format().value)
+
     @property
-    def meta(self) -> MemoryObjMetadata:
+    def meta(self) -> Any:
         """The same as `metadata`."""
         return self.metadata
 

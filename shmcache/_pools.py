@@ -135,15 +135,19 @@ class PooledAllocator(MemoryAllocatorInterface):
         granule: offsets and reserved sizes are multiples of it.
     """
 
-    def __init__(self, cache: SharedCache, owner: MemoryAllocatorInterface | None = None) -> None:
+    def __init__(
+        self, cache: SharedCache, owner: MemoryAllocatorInterface | None = None,
+        object_class: type[TensorMemoryObj] = TensorMemoryObj,
+    ) -> None:  # fmt: skip
         self.cache = cache
+        self._object_class = object_class
         self.align_bytes = int(cache._attached().mapping.geometry.align)
         self.owner = owner or self  # what objects name as their parent
         self._scratch = self.namespace(_SCRATCH, 1)
 
     def namespace(self, name: str, parts: int, descriptor: object = None, lease: float | None = None) -> Namespace:
-        """A namespace of the cache whose objects are `TensorMemoryObj` of this allocator."""
-        space = open_namespace(self.cache, name, parts, descriptor, lease, TensorMemoryObj)
+        """A namespace of the cache whose objects are this allocator's."""
+        space = open_namespace(self.cache, name, parts, descriptor, lease, self._object_class)
         space.owner = self.owner
         return space
 

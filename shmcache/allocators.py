@@ -201,6 +201,7 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         self, size: int, use_paging: bool = False, use_hugepages: bool = False, *, numa_mapping: Any = None,
         align_bytes: int = _ALIGN, shm_name: str | None = None, config: Any = None, shapes: Any = None,
         dtypes: Any = None, fmt: Any = None, cache: SharedCache | None = None,
+        object_class: type[TensorMemoryObj] = TensorMemoryObj,
     ) -> None:  # fmt: skip
         if align_bytes <= 0 or align_bytes & (align_bytes - 1):
             raise ValueError(f"align_bytes is {align_bytes}: it is a power of two")
@@ -218,7 +219,7 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
             capacity = size // align_bytes * align_bytes
             cache = _open.open(shm_name.lstrip("/"), capacity=capacity, align=align_bytes)
         if cache is not None:
-            self.pin_allocator = PooledAllocator(cache, owner=self)
+            self.pin_allocator = PooledAllocator(cache, self, object_class)
         else:
             memory = host_memory(size, node=node_of_mapping(numa_mapping), hugepages=use_hugepages)
             wrapped = _Wrapped(memory, align_bytes, use_paging, shapes, dtypes, fmt)

@@ -116,7 +116,7 @@ class SharedCPUBackend(BackendMemory):
         self._routes = self._placement.routes
         own = self._placement.own()
         self._space = own.space if own else self._pool.namespace("lmcache", 1)
-        self._agree = bool(config.get_extra_config_value("shmcache.rank_agreement", False))
+        self._agree = bool(config.get_extra_config_value("shmcache.rank_agreement", self._agree_by_default()))
         self._requests = RequestKeys()
         self.lifespans = Lifespans()
         self.hot_cache = HotCache(self)
@@ -128,6 +128,9 @@ class SharedCPUBackend(BackendMemory):
                 f"messages of {metadata.model_name}@{metadata.world_size}", **self.message_classes,
             )  # fmt: skip
         register(self)
+
+    def _agree_by_default(self) -> bool:
+        return False
 
     def _num_layers(self) -> int:
         explicit = self.config.get_extra_config_value("shmcache.num_layers", None)

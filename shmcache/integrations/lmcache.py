@@ -1,0 +1,189 @@
+"""LMCache's in-process CPU backend on a shared segment, by configuration alone.
+
+Written for and tested with LMCache 0.5.6:
+
+    chunk_size: 256
+    local_cpu: true
+    max_local_cpu_size: 0
+    storage_plugins: ["LocalCPUBackend"]
+    extra_config:
+      storage_plugin.LocalCPUBackend.module_path: shmcache.integrations.lmcache
+      storage_plugin.LocalCPUBackend.class_name: ShmLocalCPUBackend
+      shmcache.segment: prod
+      shmcache.capacity: 20GiB
+
+The name LocalCPUBackend makes it the backend that LMCache allocates from. A cache must not break its
+engine: where the segment fails (a stopped process holds its lock, it is damaged), calls here answer as
+a cache that has nothing, and say so in the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+try:
+    from lmcache.observability import LMCStatsMonitor, PrometheusLogger
+    from lmcache.utils import CacheEngineKey, LayerCacheEngineKey
+    from lmcache.v1.cache_controller.message import BatchedKVOperationMsg, KVOpEvent, OpType
+    from lmcache.v1.memory_management import (
+        MemoryAllocatorInterface,
+        MemoryFormat,
+        MemoryObj,
+        MemoryObjMetadata,
+    )
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+except ImportError as e:
+    raise ImportError(f"shmcache.integrations.lmcache is a plug-in of LMCache, tested with 0.5.6: {e}") from e
+
+from ..allocators import MixedMemoryAllocator, TensorMemoryObj
+from ..backend import SharedCPUBackend
+from ..errors import SegmentClosedError, ShmCacheError, StaleHandleError
+
+__all__ = ["ShmLocalCPUBackend"]
+
+_log = logging.getLogger("shmcache")
+_LOG_EVERY = 10.0  # seconds between two lines about the same failing method
+_FEED_EVERY = 1.0  # seconds between two updates of LMCache's gauges
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ShmMemoryObj(TensorMemoryObj):
+    """A memory object as LMCache's engine wants it: its enums, its metadata, and a double free only logged."""
+
+    __slots__ = ()
+
+    metadata_class = MemoryObjMetadata
+    format_class = MemoryFormat
+
+    def ref_count_down(self) -> None:
+        """One reference less. When this object has none: logged, as LMCache does, and nothing changes."""
+        try:
+            super().ref_count_down()
+        except StaleHandleError as e:
+            _log.error("double free: %s", e, stack_info=True)
+
+
+MemoryObj.register(ShmMemoryObj)
+MemoryAllocatorInterface.register(MixedMemoryAllocator)
+
+
+def _soft(method: F, answer: Callable[..., Any]) -> F:
+    """`method`, which where the segment fails answers as an empty cache would."""
+    last = [0.0]
+
+    def failed(e: ShmCacheError) -> None:
+        if time.monotonic() - last[0] >= _LOG_EVERY:
+            last[0] = time.monotonic()
+            _log.error("%s: goes on without the cache: %s", method.__name__, e)
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await method(self, *args, **kwargs)
+            except SegmentClosedError:
+                raise
+            except ShmCacheError as e:
+                failed(e)
+                return answer(*args)
+
+        return cast(F, waiting)
+
+    @functools.wraps(method)
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except SegmentClosedError:
+            raise
+        except ShmCacheError as e:
+            failed(e)
+            return answer(*args)
+
+    return cast(F, calling)
+
+
+class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[misc]
+    """See the module; made by LMCache's plug-in loader.
+
+    Ranks of one host agree (`shmcache.rank_agreement` is on) when there is more than one.
+    """
+
+    object_class = ShmMemoryObj
+    message_classes = {"make_op": KVOpEvent, "make_message": BatchedKVOperationMsg, "op_types": OpType}
+    lmcache_metrics = False  # LMCache's own logger tells them
+
+    def __init__(
+        self, config: Any, metadata: Any = None, dst_device: str = "cuda", lmcache_worker: Any = None,
+        memory_allocator: Any = None, *, local_cpu_backend: Any = None, loop: Any = None,
+    ) -> None:  # fmt: skip
+        SharedCPUBackend.__init__(self, config, metadata, dst_device, lmcache_worker, memory_allocator)
+        self._placement.make = (CacheEngineKey, LayerCacheEngineKey)
+        self.stats_monitor = LMCStatsMonitor.GetOrCreate()
+        self._feed_at = 0.0
+        self._told = {"evictions": 0, "eviction_failures": 0, "leases_ended": 0}
+        self._setup_metrics()
+
+    def _agree_by_default(self) -> bool:
+        return self.metadata is not None and self.metadata.local_world_size > 1
+
+    def __str__(self) -> str:
+        return "LocalCPUBackend"
+
+    def _setup_metrics(self) -> None:
+        if self.metadata is None:
+            return
+        gauges = PrometheusLogger.GetOrCreate(self.metadata, config=self.config)
+        gauges.local_cpu_hot_cache_count.set_function(lambda: len(self.hot_cache))
+        gauges.local_cpu_keys_in_request_count.set_function(lambda: len(self._requests))
+        gauges.pin_monitor_pinned_objects_count.set_function(lambda: self._pins()[0])
+        if self.batched_msg_sender is not None:
+            gauges.kv_msg_queue_size.set_function(self.batched_msg_sender.qsize)
+        stats = self.cache.stats()  # what happened before is not ours to tell
+        self._told = {field: getattr(stats, field) for field in self._told}
+
+    def _feed(self) -> None:
+        """LMCache's monitor is told what it would have counted; the segment's figures by the first rank of the host."""
+        now = time.monotonic()
+        if now < self._feed_at or (self.metadata is not None and self.metadata.local_worker_id):
+            return
+        self._feed_at = now + _FEED_EVERY
+        stats = self.cache.stats()
+        new = {field: getattr(stats, field) - before for field, before in self._told.items()}
+        self._told = {field: getattr(stats, field) for field in self._told}
+        monitor = self.stats_monitor
+        monitor.update_local_cache_usage(stats.bytes.used)
+        monitor.update_active_memory_objs_count(stats.counts.parts)
+        if new["evictions"]:
+            monitor.update_local_cpu_evict_metrics(new["evictions"])
+        if new["eviction_failures"]:
+            monitor.update_local_cpu_evict_failed_count(new["eviction_failures"])
+        if new["leases_ended"]:
+            monitor.update_forced_unpin_count(new["leases_ended"])
+
+    def batched_submit_put_task(self, *args: Any, **kwargs: Any) -> None:
+        """See `SharedCPUBackend`."""
+        SharedCPUBackend.batched_submit_put_task(self, *args, **kwargs)
+        self._feed()
+
+
+def _keys(*args: Any) -> list[Any]:
+    """One None for each key."""
+    return [None] * len(args[0])
+
+
+for _name, _answer in {
+    "contains": lambda *_: False, "batched_contains": lambda *_: 0, "batched_async_contains": lambda *_: 0,
+    "touch_cache": lambda *_: None, "submit_put_task": lambda *_: None, "batched_submit_put_task": lambda *_: None,
+    "get_blocking": lambda *_: None, "batched_get_blocking": _keys, "batched_get_non_blocking": lambda *_: [],
+    "pin": lambda *_: False, "unpin": lambda *_: False, "remove": lambda *_: False,
+    "batched_remove": lambda *_: 0, "allocate": lambda *_: None, "batched_allocate": lambda *_: None,
+    "get_keys": lambda *_: [], "clear": lambda *_: 0,
+}.items():  # fmt: skip
+    setattr(ShmLocalCPUBackend, _name, _soft(getattr(ShmLocalCPUBackend, _name), _answer))
