@@ -10,7 +10,7 @@ So a chunk of all ranks is one entry: it is complete when all have put their par
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._core import lib
@@ -60,7 +60,7 @@ class Route:
         layer: int = key.layer_id
         return part + layer if 0 <= layer < self.layers else -1
 
-    def keys(self, chunk: Key, parts: Iterable[int], make: tuple[MakeKey, MakeKey]) -> Iterator[Any]:
+    def keys(self, chunk: Key, parts: Iterable[int], make: Sequence[MakeKey]) -> Iterator[Any]:
         """Keys of these parts of a chunk."""
         f = self.facts
         dtype = dtype_from_name(f["dtype"])
@@ -94,7 +94,7 @@ class Placement:
     def __init__(
         self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None
     ) -> None:
-        self.make: tuple[MakeKey, MakeKey] = (CacheEngineKey, LayerCacheEngineKey)  # classes of keys to give back
+        self.make: list[MakeKey] = [CacheEngineKey, LayerCacheEngineKey]  # classes of keys to give back
         self._pool = pool
         self._metadata = metadata
         self._layers = layers
@@ -129,6 +129,7 @@ class Placement:
                     return None
                 route = self._open(name, facts)
             self.routes[who] = route
+            self.make[hasattr(key, "layer_id")] = type(key)
         return route
 
     def _is_there(self, name: str) -> bool:

@@ -124,7 +124,7 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         memory_allocator: Any = None, *, local_cpu_backend: Any = None, loop: Any = None,
     ) -> None:  # fmt: skip
         SharedCPUBackend.__init__(self, config, metadata, dst_device, lmcache_worker, memory_allocator)
-        self._placement.make = (CacheEngineKey, LayerCacheEngineKey)
+        self._placement.make = [CacheEngineKey, LayerCacheEngineKey]
         self.stats_monitor = LMCStatsMonitor.GetOrCreate()
         self._feed_at = 0.0
         self._told = {"evictions": 0, "eviction_failures": 0, "leases_ended": 0}
