@@ -109,6 +109,11 @@ DIFFERENCES: dict[str, Difference] = {
         "at most kv_msg_batch_size",
         "the setting says so",
     ),
+    "dtype in a string": Difference(
+        "from_string raises KeyError for a dtype that is not known",
+        "ValueError, as for everything else that is no key",
+        "one error for one mistake",
+    ),
     "chunk budget": Difference(
         "max_local_cpu_size by the size of a chunk",
         "the arena that exists, by the chunks of all ranks that share it",

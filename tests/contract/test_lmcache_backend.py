@@ -270,6 +270,18 @@ def test_T_L_async_contains_pins_the_leading_run_only(kit: Kit) -> None:
     assert backend.batched_contains([]) == 0
 
 
+def test_T_K_a_staging_object_and_a_looked_up_one_are_separate(kit: Kit) -> None:
+    """Of the same bytes: the pins and references of one are not the other's."""
+    backend = kit.backend()
+    (found,) = kit.fill(backend, [1], keep=True)
+    staging = kit.obj(backend, 1)
+    assert backend.contains(kit.key(1), pin=True)
+    assert found.is_pinned and not staging.is_pinned
+    staging.ref_count_down()
+    assert found.is_pinned and found.get_ref_count() == 2
+    assert found.unpin() is True and not found.is_pinned
+
+
 # ---- removal ----------------------------------------------------------------------------------------
 
 
