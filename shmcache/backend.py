@@ -21,6 +21,7 @@ from ._core import U64, ffi, lib
 from ._objects import TensorMemoryObj
 from ._order import list_chunks
 from ._placement import Placement, Route
+from ._pools import PagedTensorMemoryAllocator
 from ._requests import RequestKeys
 from .messages import SegmentMessages
 from .metrics import Lifespans, register
@@ -109,6 +110,8 @@ class SharedCPUBackend(BackendMemory):
         if getattr(pool, "cache", None) is None or getattr(self.memory_allocator, "cpu_allocator", None) is not None:
             raise TypeError(f"memory_allocator is {memory_allocator!r}: the backend needs one of one pool of shmcache's")
         self._pool = getattr(pool, "allocator", pool)
+        if isinstance(self._pool, PagedTensorMemoryAllocator):
+            raise TypeError("memory_allocator is of pages: the backend makes its own, of a segment, with enable_p2p")
         one_copy = _sizing.one_copy(config, metadata)
         self._placement = Placement(
             self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None
