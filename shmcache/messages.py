@@ -185,8 +185,8 @@ class SegmentMessages(BatchedMessageSender):
         self._is_ours = is_ours
         mapping = cache._attached().mapping
         self._election = Election(mapping, topic) if hasattr(mapping, "inode") else None
-        self._elected = self._election is None
-        self._next = self._since = cache.events().next  # what came before us was others' to send
+        self._elected = self._election is None or self._election.won()
+        self._next = cache.events().next  # what came before is known, or is another's to send
         self._ask_at = 0.0
         self._polling = threading.Lock()
         self._ended = threading.Event()
@@ -205,10 +205,11 @@ class SegmentMessages(BatchedMessageSender):
     def _poll(self) -> None:
         """Hand on what has happened since, when it is ours to do so."""
         with self._polling:
-            if not self._elected and not self._win():
+            takes_over = not self._elected
+            if takes_over and not self._win():
                 return
             events = self._cache.events(self._next)
-            if events.lost:
+            if events.lost and not takes_over:
                 _log.warning("%d events of %s were overwritten before they were sent", events.lost, self._cache.name)
             self._next = events.next
             for e in events:
@@ -223,8 +224,8 @@ class SegmentMessages(BatchedMessageSender):
         self._ask_at = now + _ASK_EVERY
         assert self._election is not None  # else it is elected
         self._elected = self._election.won()
-        if self._elected:
-            self._next = max(self._since, self._cache.events(self._next).next - _SENT_AGAIN)
+        if self._elected:  # also what happened before this process was there: who was to send it may have not
+            self._next = max(0, self._cache.events(self._next).next - _SENT_AGAIN)
         return self._elected
 
     def flush(self, timeout: float = 5.0) -> bool:

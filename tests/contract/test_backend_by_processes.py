@@ -406,3 +406,43 @@ def test_when_the_sender_is_killed_another_goes_on(kept: SharedCPUBackend, name:
         assert [op.seq_num for op in sink.operations] == list(range(len(sink.operations)))
         mine.clear()
         mine.close()
+
+
+def test_what_a_killed_sender_had_not_sent_is_sent_by_one_that_came_later(
+    kept: SharedCPUBackend, name: str, fork: Fork
+) -> None:
+    """Its sink was down all the time; the other process began after it all had happened."""
+
+    class Down:
+        def put_msg(self, message: Any) -> None:
+            raise ConnectionError("down")
+
+    def sender(child: Any) -> None:
+        backend = rank(name, 0, ranks=1, sink=Down())
+        put(backend, 0, [1, 2, 3], ranks=1)
+        child.tell("put")
+        time.sleep(60)
+
+    child = fork(sender)
+    assert child.listen() == "put"
+    sink = Sink()
+    later = rank(name, 0, ranks=1, sink=sink)
+    later.batched_msg_sender.flush()
+    assert sink.story() == [], "somebody else is to send"
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    assert sink.wait(3, 20)
+    assert sink.story() == [("ADMIT", 1), ("ADMIT", 2), ("ADMIT", 3)]
+    later.close()
+
+
+def test_who_comes_first_to_a_warm_segment_does_not_tell_its_history(kept: SharedCPUBackend, name: str) -> None:
+    put(kept, 0, [1])
+    put(kept, 1, [1])
+    sink = Sink()
+    first = rank(name, 0, sink=sink)
+    put(first, 0, [2])
+    put(first, 1, [2])
+    first.batched_msg_sender.flush()
+    assert sink.story() == [("ADMIT", 2)]
+    first.close()
