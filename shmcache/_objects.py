@@ -16,14 +16,44 @@ if TYPE_CHECKING:
 __all__ = ["BytesBufferMemoryObj", "TensorMemoryObj"]
 
 
-class TensorMemoryObj(MemoryObj):
+class _Optional:
+    """What LMCache asks of objects in its multiprocess mode only."""
+
+    __slots__ = ()
+
+    _l1_manager: int | None
+
+    def get_physical_size(self) -> int:
+        raise NotImplementedError
+
+    def set_used_size(self, n: int) -> None:
+        """Nothing: an object's size is what was allocated, for all processes. ValueError for more than it has."""
+        if not 0 <= n <= self.get_physical_size():
+            raise ValueError(f"set_used_size: {n} bytes of {self.get_physical_size()}")
+
+    def set_l1_manager(self, owner_tag: int) -> None:
+        """Note which manager it belongs to; ValueError when it is another's."""
+        if self.get_l1_manager() not in (None, owner_tag):
+            raise ValueError(f"set_l1_manager: the object belongs to manager {self.get_l1_manager()}, not {owner_tag}")
+        self._l1_manager = owner_tag
+
+    def get_l1_manager(self) -> int | None:
+        """Which manager was noted."""
+        return getattr(self, "_l1_manager", None)
+
+    def reset_l1_manager(self) -> None:
+        """It belongs to none."""
+        self._l1_manager = None
+
+
+class TensorMemoryObj(MemoryObj, _Optional):
     """A `MemoryObj` made by an allocator or a backend.
 
     Its pins are those that were taken through it, and those that this process took by its key: LMCache
     pins by key and unpins through the object.
     """
 
-    __slots__ = ("_key", "_meta")
+    __slots__ = ("_key", "_l1_manager", "_meta")
 
     metadata_class: ClassVar[Any] = MemoryObjMetadata  # LMCache's own where LMCache reads it
     format_class: ClassVar[Any] = MemoryFormat
@@ -85,7 +115,7 @@ class TensorMemoryObj(MemoryObj):
         return self._namespace.owner
 
 
-class BytesBufferMemoryObj:
+class BytesBufferMemoryObj(_Optional):
     """Bytes of this process, which no other sees: what `BINARY_BUFFER` allocates. It is never freed by hand."""
 
     def __init__(self, raw_bytes: Any, metadata: MemoryObjMetadata | None = None) -> None:
@@ -117,8 +147,19 @@ class BytesBufferMemoryObj:
         """Address of the first byte; TypeError for bytes that cannot be written."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.raw_data))
 
+    def set_used_size(self, n: int) -> None:
+        """Nothing: the bytes are as many as there are."""
+
     def get_size(self) -> int:
         return len(self.raw_data)
+
+    @property
+    def shm_byte_length(self) -> int:
+        return len(self.raw_data)
+
+    @property
+    def shm_offset(self) -> int:
+        return self.meta.address
 
     def get_physical_size(self) -> int:
         return self.meta.phy_size

@@ -10,6 +10,7 @@ So a chunk of all ranks is one entry: it is complete when all have put their par
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,8 @@ class Placement:
 
 
 def _name_of(facts: dict[str, Any]) -> str:
+    """A name to read; where it would be too long, or could be that of other facts, a hash."""
+    words = [facts["model"], *(word for tag in facts["tags"] for word in tag)]
     name = f"lmcache:{facts['model']}@{facts['world']}@{facts['dtype']}"
     name += "".join(f"@{k}%{v}" for k, v in facts["tags"])
     if facts["layers"]:
@@ -215,6 +218,8 @@ def _name_of(facts: dict[str, Any]) -> str:
         name += "@mla"
     elif (facts["first"], facts["ranks"]) != (0, facts["world"]):
         name += f"@ranks={facts['first']}+{facts['ranks']}"
-    if len(name.encode()) > lib.SHMC_NAME_MAX:
-        return f"lmcache:sha256={hashlib.sha256(name.encode()).hexdigest()}"
-    return name
+    is_plain = all(isinstance(word, str) and not {"@", "%", "="} & set(word) for word in words)
+    if is_plain and len(name.encode()) <= lib.SHMC_NAME_MAX:
+        return name
+    exact = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return f"lmcache:sha256={hashlib.sha256(exact.encode()).hexdigest()}"

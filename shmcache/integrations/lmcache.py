@@ -23,7 +23,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 try:
@@ -92,7 +92,7 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
                 raise
             except ShmCacheError as e:
                 failed(e)
-                return answer(*args)
+                return answer(*args, *kwargs.values())
 
         return cast(F, waiting)
 
@@ -104,7 +104,7 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
             raise
         except ShmCacheError as e:
             failed(e)
-            return answer(*args)
+            return answer(*args, *kwargs.values())
 
     return cast(F, calling)
 
@@ -167,9 +167,12 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         if new["leases_ended"]:
             monitor.update_forced_unpin_count(new["leases_ended"])
 
-    def batched_submit_put_task(self, *args: Any, **kwargs: Any) -> None:
+    def batched_submit_put_task(
+        self, keys: Sequence[Any], memory_objs: Sequence[Any], transfer_spec: Any = None,
+        on_complete_callback: Callable[[Any], None] | None = None,
+    ) -> None:  # fmt: skip
         """See `SharedCPUBackend`."""
-        SharedCPUBackend.batched_submit_put_task(self, *args, **kwargs)
+        SharedCPUBackend.batched_submit_put_task(self, keys, memory_objs, transfer_spec, on_complete_callback)
         self._feed()
 
 

@@ -44,11 +44,6 @@ DIFFERENCES: dict[str, Difference] = {
         "its count is 0",
         "later versions of LMCache want that, too",
     ),
-    "evicted objects": Difference(
-        "an object that was put stays tied to the cache: eviction invalidates it for all who have it",
-        "an object of which this process gave back its reference is invalid at once",
-        "no reference, no bytes",
-    ),
     "tokens of a layer": Difference(
         "token_dim of KV_T2D is 1 and of KV_2TD 0, so that a layer has 2 tokens",
         "0 and 1, as the layouts say",
@@ -118,11 +113,6 @@ DIFFERENCES: dict[str, Difference] = {
         "max_local_cpu_size by the size of a chunk",
         "the arena that exists, by the chunks of all ranks that share it",
         "the configured size may be another",
-    ),
-    "binary formats": Difference(
-        "alignment in pages, and free of a format that is not known raises ValueError",
-        "free goes by what the object is",
-        "an object knows its pool",
     ),
 }
 

@@ -288,6 +288,29 @@ def test_tags_models_dtypes_and_world_sizes_do_not_mix(make: Setup) -> None:
     assert len(there) == len(mine) - 1 and set(there) == set(mine) - {keys[1]}
 
 
+def test_tags_that_look_like_others_do_not_mix(make: Setup) -> None:
+    """A tag's value may hold what separates tags, a model's name too; and 5 is not "5"."""
+    backend = make()
+    tag = "lmcache.tag."
+    keys = [
+        make.key(1, request_configs=configs, model_name=model)
+        for model, configs in (
+            ("test_model", {tag + "a": "1@b%2"}), ("test_model", {tag + "a": "1", tag + "b": "2"}),
+            ("test_model", {tag + "a%1@b": "2"}), ("test_model", {tag + "n": 5}), ("test_model", {tag + "n": "5"}),
+            ("m@1@bfloat16@x%1", None), ("m", {tag + "x": "1"}), ("test_model", {tag + "a": "1@mla"}),
+        )
+    ]  # fmt: skip
+    for i, key in enumerate(keys):
+        assert not backend.contains(key), i
+        make.put(backend, key, i)
+    other = make()
+    for i, key in enumerate(keys):
+        got = other.get_blocking(key)
+        assert float(got.tensor.max()) == i
+        got.ref_count_down()
+    assert set(other.get_keys()) == {key for key in keys if key.model_name == "test_model"}
+
+
 def test_chunk_hashes_of_all_kinds(make: Setup) -> None:
     backend = make()
     hashes = [0, 1, -1, 2**63, -(2**64), 2**256 - 1, b"\x01", b"\x00" * 32, b"\xff" * 32]
