@@ -219,7 +219,9 @@ class BackendMemory:
         """How many such objects of this rank the memory that exists can hold, with the other ranks' beside them."""
         extent = _sizing.extent_bytes(self.get_full_chunk_size_bytes(), self._pool.align_bytes)
         ranks = 1 if _sizing.one_copy(self.config, self.metadata) else self.metadata.local_world_size
-        return self._pool.size // (extent * ranks)
+        region = int(self._pool.cache._attached().mapping.geometry.region_bytes)
+        whole, rest = divmod(self._pool.size, region)  # no object lies in two regions
+        return (whole * (region // extent) + rest // extent) // ranks
 
     def get_memory_allocator(self) -> Any:
         """The allocator."""

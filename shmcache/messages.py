@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -90,6 +91,7 @@ class BatchedMessageSender:
             operations=operations,
         )  # fmt: skip
         self._waiting: deque[Any] = deque()
+        self._pid = os.getpid()
         self._next_seq = 0
         self._sending = 0
         self._flushers = 0
@@ -113,7 +115,12 @@ class BatchedMessageSender:
         return len(self._waiting) + self._sending
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Hand on what is waiting; False when the sink did not take it within `timeout` seconds."""
+        """Hand on what is waiting; False when the sink did not take it within `timeout` seconds.
+
+        In a forked child there is nothing to hand on: the parent does.
+        """
+        if os.getpid() != self._pid:
+            return True
         with self._changed:
             self._flushers += 1
             self._changed.notify_all()
@@ -124,7 +131,7 @@ class BatchedMessageSender:
 
     def close(self, timeout: float = 5.0) -> None:
         """`flush`, then end the thread; what could not be handed on is logged and dropped."""
-        if not self._running:
+        if not self._running or os.getpid() != self._pid:
             return
         if not self.flush(timeout):
             _log.warning("%d messages were not sent: the sink did not take them within %g s", self.qsize(), timeout)
@@ -230,12 +237,14 @@ class SegmentMessages(BatchedMessageSender):
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Also what has just happened."""
-        if not self._ended.is_set() and not self._cache.closed:
+        if not self._ended.is_set() and not self._cache.closed and os.getpid() == self._pid:
             self._poll()
         return super().flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """See `BatchedMessageSender.close`; another process goes on."""
+        if os.getpid() != self._pid:
+            return
         super().close(timeout)
         self._ended.set()
         self._poller.join(1.0)

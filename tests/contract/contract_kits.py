@@ -1,10 +1,10 @@
 """The same objects by two makers: ours and LMCache's. A promise is asserted once, for all kits.
 
-    private    our backend over private memory
-    segment    our backend over a segment
-    borrowed   our backend with LMCache's config, metadata and keys
-    plugin     the plug-in, as LMCache's loader makes it
-    lmcache    LMCache's own backend
+private    our backend over private memory
+segment    our backend over a segment
+borrowed   our backend with LMCache's config, metadata and keys
+plugin     the plug-in, as LMCache's loader makes it
+lmcache    LMCache's own backend
 """
 
 from __future__ import annotations

@@ -172,9 +172,7 @@ def kept(name: str) -> Iterator[SharedCPUBackend]:
     shmcache.unlink(name, force=True)
 
 
-def test_ranks_in_processes_share_a_segment_of_the_size_of_both(
-    kept: SharedCPUBackend, name: str, fork: Fork
-) -> None:
+def test_ranks_in_processes_share_a_segment_of_the_size_of_both(kept: SharedCPUBackend, name: str, fork: Fork) -> None:
     """`max_local_cpu_size` counts for each rank; each finds its own parts, and can read the other's."""
     assert kept.cache.capacity == 2 * MIB
     put(kept, 0, [1, 2, 3])
@@ -394,7 +392,7 @@ def test_when_the_sender_is_killed_another_goes_on(kept: SharedCPUBackend, name:
                 assert mine.remove(one)
                 story.append(("EVICT", chunk))
         assert child.wait() == -signal.SIGKILL
-        assert eventually(lambda: sink.story()[-1:] == story[-1:], 20)
+        assert eventually(lambda sink=sink, end=story[-1:]: sink.story()[-1:] == end, 20)
         heard: list[tuple[str, int]] = []
         while line := child.listen():
             try:

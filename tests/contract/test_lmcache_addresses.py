@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ Blocks = list[tuple[int, int]]
 
 def disjoint(blocks: Blocks) -> bool:
     ordered = sorted(blocks)
-    return all(a + n <= b for (a, n), (b, _) in zip(ordered, ordered[1:], strict=False))
+    return all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ordered))
 
 
 def sound(m: Any) -> bool:

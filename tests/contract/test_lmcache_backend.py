@@ -457,6 +457,29 @@ def test_T_L23_keys_are_those_that_were_put(kit: Kit) -> None:
     assert {type(key) for key in keys} == {kit.key_class}, "keys of the class that was put"
 
 
+def test_T_L_the_hot_cache_is_a_mapping_of_what_is_stored(kit: Kit) -> None:
+    backend = kit.backend()
+    kit.fill(backend, [4, 5])
+    hot = backend.hot_cache
+    assert kit.key(4) in hot and kit.key(6) not in hot and "no key" not in hot and None not in hot
+    assert len(hot) == 2 and list(hot) == [kit.key(4), kit.key(5)] == list(hot.keys())
+    assert [float(obj.tensor.max()) for obj in hot.values()] == [4, 5]
+    assert hot.get(kit.key(6)) is None
+    with pytest.raises(KeyError):
+        hot[kit.key(6)]
+
+
+def test_T_L_many_chunks_are_cleared_and_counted(kit: Kit) -> None:
+    backend = kit.backend()
+    shape = torch.Size((2, 1, 3, 8))
+    for chunk in range(200):
+        obj = kit.obj(backend, shape=shape, fmt="KV_2LTD")
+        backend.submit_put_task(kit.key(chunk), obj)
+        obj.ref_count_down()
+    assert len(backend.get_keys()) == len(backend.hot_cache) == 200
+    assert backend.clear() == 600 and backend.get_keys() == []
+
+
 def test_T_L_touch_makes_the_prefix_hotter_than_its_suffix(kit: Kit) -> None:
     """Keys 1, 2 are pinned in this order and touched: then the list says 3, 2, 1."""
     backend = kit.backend()

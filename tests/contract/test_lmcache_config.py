@@ -65,9 +65,7 @@ def test_settings_from_variables(maker: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert config.get_extra_config_value("shm_name") == "prod"
 
 
-def test_variables_win_over_the_file_and_code_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_win_over_the_file_and_code_over_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text("chunk_size: 64\ncache_policy: MRU\n")
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "128")

@@ -59,9 +59,7 @@ def test_our_objects_have_all_that_lmcaches_have() -> None:
     assert lacks(BytesBufferMemoryObj, allocators.BytesBufferMemoryObj) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["Tensor", "Host", "Pin", "GPU", "Mixed", "Buffer", "PagedTensor", "PagedCpuGpu"]
-)
+@pytest.mark.parametrize("name", ["Tensor", "Host", "Pin", "GPU", "Mixed", "Buffer", "PagedTensor", "PagedCpuGpu"])
 def test_our_allocators_have_all_that_lmcaches_have(name: str) -> None:
     from lmcache.v1.memory_management import MemoryAllocatorInterface
 

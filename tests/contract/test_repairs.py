@@ -124,7 +124,7 @@ def test_a_request_that_can_never_fit_evicts_nothing(kit: Kit, busy_loop: bool) 
 def test_a_batch_of_any_size_evicts_what_it_needs(kit: Kit, batch: int) -> None:
     """Among chunks of layers and of no layers; chunks go whole."""
     backend = kit.backend({"extra_config": {"shmcache.num_layers": 2}})
-    kit.fill(backend, list(range(0, N // 2)), world_size=1)
+    kit.fill(backend, list(range(N // 2)), world_size=1)
     for chunk in range(100, 100 + N // 4):
         for layer in kit.key(chunk, world_size=1).split_layers(2):
             obj = kit.obj(backend)
@@ -284,9 +284,7 @@ def test_a_get_with_a_miss_leaks_no_reference(our_kit: Kit) -> None:
 
 
 def test_asking_lfu_for_candidates_changes_nothing(name: str) -> None:
-    allocator = allocators.MixedMemoryAllocator(
-        MIB, cache=shmcache.create(name, MIB, policy="lfu")
-    )
+    allocator = allocators.MixedMemoryAllocator(MIB, cache=shmcache.create(name, MIB, policy="lfu"))
     kit = Kit("segment", name)
     backend = kit.backend({"cache_policy": "LFU"}, allocator=allocator)
     kit.fill(backend, [1, 2, 3], world_size=1)
@@ -466,6 +464,22 @@ def test_the_chunk_budget_is_that_of_the_arena(name: str) -> None:
     shmcache.unlink(name)
 
 
+def test_the_chunk_budget_counts_regions_one_by_one(name: str) -> None:
+    """No object lies in two regions: of 640 KiB one fits a region of 1 MiB."""
+    shmcache.create(name, "4608KiB", region_bytes="1MiB").close()
+    kit = Kit("segment", name)
+    meta = kit.metadata(world_size=1, local_world_size=1, kv_shape=(5, 2, 16, 1, 2048))
+    meta.chunk_size = 16
+    backend = SharedCPUBackend(kit.config(max_local_cpu_size=0, extra_config={"shm_name": name}), meta, "cpu")
+    assert backend.get_full_chunk_size_bytes() == 640 * 1024
+    assert backend.calculate_chunk_budget() == 4
+    objs = [backend.allocate(meta.get_shapes(), meta.get_dtypes(), eviction=False) for _ in range(5)]
+    assert [obj is not None for obj in objs] == [True] * 4 + [False]
+    del objs
+    backend.close()
+    shmcache.unlink(name)
+
+
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_shm_name_is_the_segment(name: str, slash: str) -> None:
     """Who comes second finds what the first has put; the name is not stolen."""
@@ -514,7 +528,7 @@ def test_enable_lazy_memory_allocator_needs_nothing(name: str) -> None:
     shmcache.unlink(name)
 
 
-# ---- a sink that raises ---------------------------------------------------------------------------------------------
+# ---- a sink that raises ---------------------------------------------------------------------------------
 
 
 def test_a_sink_that_raises_is_tried_again_in_order(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
@@ -549,7 +563,26 @@ def test_flush_and_close_have_a_deadline(kit: Kit, caplog: pytest.LogCaptureFixt
     backend.close()
 
 
-# ---- views ------------------------------------------------------------------------------------------------------------
+def test_a_forked_child_leaves_the_messages_to_its_parent(shared: SegmentKit, fork: Fork) -> None:
+    worker = Sink()
+    backend = shared.backend(metadata=shared.metadata(world_size=1, local_world_size=1), worker=worker)
+
+    def in_child(child: Any) -> None:
+        shared.fill(backend, [2], world_size=1)
+        begun = time.monotonic()
+        assert backend.batched_msg_sender.flush(60) is True
+        backend.close()
+        assert time.monotonic() - begun < 30
+        assert worker.story() in ([], [("ADMIT", 1)])
+
+    shared.fill(backend, [1], world_size=1)
+    child = fork(in_child)
+    assert child.wait(60) == 0
+    backend.batched_msg_sender.flush()
+    assert worker.story() == [("ADMIT", 1), ("ADMIT", 2)]
+
+
+# ---- views -------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_stays_mapped_after_close(our_kit: Kit) -> None:
