@@ -12,7 +12,7 @@ from ._meta import Layout, layout_in_page, layout_of
 from ._objects import BytesBufferMemoryObj, TensorMemoryObj
 from ._pools import PooledAllocator, as_given
 from ._sizes import parse_size
-from .allocators import MixedMemoryAllocator
+from .allocators import MixedMemoryAllocator, SegmentPages
 from .policies import check_policy
 
 if TYPE_CHECKING:
@@ -83,7 +83,10 @@ class BackendMemory:
         allocator = MixedMemoryAllocator(
             cache.capacity, align_bytes=align, cache=cache, object_class=self.object_class
         )
-        allocator.page_bytes = page or 1
+        if page:
+            allocator.page_bytes = page
+            pages = allocator.buffer[: cache.capacity // page * page]
+            allocator.cpu_allocator = SegmentPages(metadata.get_shapes(), metadata.get_dtypes(), page, pages)
         return allocator
 
     @staticmethod

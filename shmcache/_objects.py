@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ._core import log
 from ._formats import MemoryFormat, MemoryObjMetadata
 from ._keys import Key
+from .errors import ConfigurationError
 from .memory import MemoryObj
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class _Optional:
         """Note which manager it belongs to; ValueError when it is another's."""
         if self.get_l1_manager() not in (None, owner_tag):
             raise ValueError(f"set_l1_manager: the object belongs to manager {self.get_l1_manager()}, not {owner_tag}")
-        self._l1_manager = owner_tag
+        self._l1_manager = owner_tag  # type: ignore[misc]
 
     def get_l1_manager(self) -> int | None:
         """Which manager was noted."""
@@ -43,7 +44,7 @@ class _Optional:
 
     def reset_l1_manager(self) -> None:
         """It belongs to none."""
-        self._l1_manager = None
+        self._l1_manager = None  # type: ignore[misc]
 
 
 class TensorMemoryObj(MemoryObj, _Optional):
@@ -73,14 +74,23 @@ class TensorMemoryObj(MemoryObj, _Optional):
 
     @property
     def metadata(self) -> Any:
-        """A `MemoryObjMetadata` whose counts are of now; what the caller sets on it stays with this object."""
+        """A `MemoryObjMetadata` whose counts are of now; what the caller sets on it stays with this object.
+
+        ConfigurationError for an object outside of the pages in which this handle counts addresses.
+        """
         refs, pins = self._counts()
         try:
             meta = self._meta
         except AttributeError:
             shapes, dtypes = self.get_shapes(), self.get_dtypes()
+            address, within = divmod(self.shm_offset, self._namespace.owner.page_bytes)
+            if within:
+                raise ConfigurationError(
+                    f"{self!r} lies in no page of {self._namespace.owner.page_bytes} bytes",
+                    hint="give all processes of a segment the same enable_p2p, model and chunk_size",
+                ) from None
             meta = self._meta = self.metadata_class(
-                shape=shapes[0], dtype=dtypes[0], address=self.shm_offset // self._namespace.owner.page_bytes,
+                shape=shapes[0], dtype=dtypes[0], address=address,
                 phy_size=self.get_physical_size(), ref_count=refs, pin_count=pins, fmt=self.get_memory_format(),
                 shapes=shapes, dtypes=dtypes,
             )  # fmt: skip

@@ -107,7 +107,7 @@ class SharedCPUBackend(BackendMemory):
         self.enable_blending = bool(config.enable_blending)
         self.memory_allocator = memory_allocator or self.initialize_allocator(config, metadata)
         pool = getattr(self.memory_allocator, "pin_allocator", None) or self.memory_allocator
-        if getattr(pool, "cache", None) is None or getattr(self.memory_allocator, "cpu_allocator", None) is not None:
+        if getattr(pool, "cache", None) is None:
             raise TypeError(f"memory_allocator is {memory_allocator!r}: the backend needs one of one pool of shmcache's")
         self._pool = getattr(pool, "allocator", pool)
         if isinstance(self._pool, PagedTensorMemoryAllocator):

@@ -62,11 +62,37 @@ class ShmMemoryObj(TensorMemoryObj):
     format_class = MemoryFormat
 
     def ref_count_down(self) -> None:
-        """One reference less. When this object has none: logged, as LMCache does, and nothing changes."""
+        """One reference less. What hinders it is logged, as LMCache does, and nothing changes."""
         try:
             super().ref_count_down()
+        except SegmentClosedError:
+            return  # close() gave it back
         except StaleHandleError as e:
             _log.error("double free: %s", e, stack_info=True)
+        except ShmCacheError as e:
+            _log.error("a reference stays until its object is collected: %s", e)
+
+    def pin(self) -> bool:
+        """False where the segment fails, which is logged."""
+        return self._soft_pin(super().pin)
+
+    def unpin(self) -> bool:
+        """False where the segment fails, which is logged."""
+        return self._soft_pin(super().unpin)
+
+    def _soft_pin(self, call: Callable[[], bool]) -> bool:
+        try:
+            return call()
+        except ShmCacheError as e:
+            _log.error("%s: %s", call.__name__, e)
+            return False
+
+    def _counts(self) -> tuple[int, int]:
+        """Zeros where the segment fails: a description must be readable."""
+        try:
+            return super()._counts()
+        except ShmCacheError:
+            return 0, 0
 
 
 MemoryObj.register(ShmMemoryObj)

@@ -363,6 +363,9 @@ def test_pages_for_peer_to_peer(make: Setup) -> None:
         flat = two.memory_allocator.buffer[start : start + got.get_size()].view(BF16)
         assert bool((flat == i).all()), "a transfer by page number reads these bytes"
         got.ref_count_down()
+    engine = two.get_memory_allocator().cpu_allocator  # as LMCache's P2PBackend asks it
+    assert engine.shapes == [CHUNK] and engine.dtypes == [BF16] and engine.align_bytes == page
+    assert engine.buffer_ptr == two.memory_allocator.buffer.data_ptr() and engine.buffer_size == MIB
     budget = one.calculate_chunk_budget()
     assert budget == MIB // page
     assert len(one.batched_allocate(small, BF16, budget, busy_loop=False)) == budget, "all chunks gave way"
@@ -502,20 +505,27 @@ def test_a_segment_in_use_is_taken_as_it_is(make: Setup, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("kind", ["pages", "no pages"])
-def test_pages_and_no_pages_do_not_mix_in_a_segment_in_use(
-    make: Setup, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whoever comes second reads what the first has put, and the other way round."""
+def test_a_handle_with_pages_never_gives_a_wrong_address(make: Setup, kind: str) -> None:
+    """One with pages and one without on a segment: bytes are right for both, and so is each page number or none."""
     one = make(enable_p2p=kind == "pages")
-    make.put(one, make.key(1), 4)
     two = make(enable_p2p=kind != "pages")
-    make.put(two, make.key(2), 5)
-    for backend in (one, two):
-        for chunk, value in ((1, 4), (2, 5)):
+    shapes = [torch.Size((2, 4, 3, 64)), torch.Size((2, 4, 5, 64)), CHUNK, CHUNK]
+    for chunk, (backend, shape) in enumerate(zip((one, two) * 4, shapes * 2, strict=True)):
+        make.put(backend, make.key(chunk), chunk, shape)
+    page = CHUNK.numel() * 2
+    outside = 0
+    for chunk in range(8):
+        for backend, is_paged in ((one, kind == "pages"), (two, kind != "pages")):
             got = backend.get_blocking(make.key(chunk))
-            assert float(got.tensor.max()) == value == float(got.tensor.min())
+            assert float(got.tensor.max()) == chunk == float(got.tensor.min())
+            if got.shm_offset % page and is_paged:
+                outside += 1
+                with pytest.raises(errors.ConfigurationError, match="enable_p2p"):
+                    _ = got.metadata
+            else:
+                assert got.metadata.address * (page if is_paged else 1) == got.shm_offset
             got.ref_count_down()
-    assert one.cache.verify() == []
+    assert outside and one.cache.verify() == []
 
 
 def test_other_parts_under_the_same_name_are_an_error(make: Setup) -> None:
@@ -527,6 +537,59 @@ def test_other_parts_under_the_same_name_are_an_error(make: Setup) -> None:
     got = one.get_blocking(make.key(1).split_layers(4)[3])
     assert float(got.tensor.max()) == 1
     got.ref_count_down()
+
+
+def test_without_memory_for_a_copy_a_foreign_object_is_not_stored(
+    make: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make()
+    held = backend.batched_allocate(CHUNK, BF16, MIB // (CHUNK.numel() * 2))
+    foreign = allocators.MixedMemoryAllocator(MIB).allocate(CHUNK, BF16)
+    called: list[Any] = []
+    with caplog.at_level(logging.WARNING, "shmcache"):
+        backend.submit_put_task(make.key(1), foreign, on_complete_callback=called.append)
+    assert "not stored: no memory" in caplog.text and called == [] and not backend.contains(make.key(1))
+    held.pop().ref_count_down()
+    backend.submit_put_task(make.key(1), foreign, on_complete_callback=called.append)
+    assert called == [make.key(1)] and foreign.get_ref_count() == 1 and foreign.is_valid()
+    assert [obj.get_ref_count() for obj in held] == [1] * len(held)
+
+
+def test_when_all_namespaces_are_in_use_nothing_is_stored_and_it_is_logged(
+    make: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each set of tags is a namespace, of which a segment has so many."""
+    backend = make()
+    most = int(backend.cache._attached().mapping.geometry.max_namespaces)
+    keys = [make.key(1, request_configs={"lmcache.tag.user": str(i)}) for i in range(most + 3)]
+    obj = backend.allocate(CHUNK, BF16)
+    with caplog.at_level(logging.WARNING, "shmcache"):
+        for key in keys:
+            backend.submit_put_task(key, obj)
+    assert "not stored" in caplog.text and str(most) in caplog.text
+    there = [backend.contains(key) for key in keys]
+    assert there[0] and not any(there[-3:])
+    obj.ref_count_down()
+    make.put(backend, make.key(2))
+    assert backend.contains(make.key(2)) and backend.cache.verify() == []
+
+
+def test_looks_and_gets_are_no_use(make: Setup) -> None:
+    """Only a touch moves a chunk; a get by a lookup id is one."""
+    backend = make()
+    for chunk in range(4):
+        make.put(backend, make.key(chunk))
+    backend.contains(make.key(0))
+    backend.batched_contains([make.key(0)])
+    backend.get_blocking(make.key(0)).ref_count_down()
+    backend.pin(make.key(0)) and backend.unpin(make.key(0))
+    assert [k.chunk_hash for k in backend.get_keys()] == [0, 1, 2, 3]
+    keys = [make.key(0), make.key(1)]
+    asyncio.run(backend.batched_async_contains("x", keys, pin=True))
+    for obj in asyncio.run(backend.batched_get_non_blocking("x", keys)):
+        obj.unpin()
+        obj.ref_count_down()
+    assert [k.chunk_hash for k in backend.get_keys()] == [2, 3, 1, 0]
 
 
 def test_the_class_of_the_segments_memory_is_the_mixed_allocator(make: Setup) -> None:
