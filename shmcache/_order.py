@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._core import NIL, U32, ffi, lib
-from ._keys import BYTES_TYPE, Key, decode
+from ._keys import BYTES_TYPE, INT_TYPE, Key, decode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,6 +123,8 @@ def list_chunks(cache: SharedCache, namespace: int, published: int = 1) -> dict[
     klen = int(found["klen"][0])
     if klen and bool((found["klen"] == klen).all() and (found["ktype"] == BYTES_TYPE).all()):
         keys = np.ascontiguousarray(found["key"][:, :klen]).view(f"V{klen}").ravel().tolist()
+    elif klen == 8 and bool((found["klen"] == 8).all() and (found["ktype"] == INT_TYPE).all()):
+        keys = np.ascontiguousarray(found["key"][:, :8]).view(">i8").ravel().tolist()
     else:
         rows = zip(found["ktype"].tolist(), found["klen"].tolist(), found["key"], strict=True)
         keys = [decode(kind, row[:size].tobytes()) for kind, size, row in rows]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _open
 from ._addresses import AddressManager
+from ._auto import AUTO
 from ._dtypes import UINT8
 from ._formats import MemoryFormat, MemoryObjMetadata
 from ._host_memory import host_memory
@@ -96,6 +97,7 @@ class _Wrapped(MemoryAllocatorInterface):
             self.allocator = PagedTensorMemoryAllocator(memory, shapes, dtypes, fmt, owner=self)
         else:
             self.allocator = TensorMemoryAllocator(memory, align_bytes, owner=self)
+        self.pool = self.allocator.pool
         self.tensor = self.buffer = memory
         self.align_bytes = self.allocator.align_bytes
         self.size = memory.nbytes
@@ -225,6 +227,7 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
             wrapped = _Wrapped(memory, align_bytes, use_paging, shapes, dtypes, fmt)
             self.pin_allocator = wrapped.allocator
             self.pin_allocator._take_over(self)
+        self.pool = self.pin_allocator.pool
         self.cache = self.pin_allocator.cache
         self.align_bytes = self.pin_allocator.align_bytes
 
@@ -363,14 +366,12 @@ class LazyMemoryAllocator(PooledAllocator):
         bytes committed before return, and at most.
     """
 
-    def __init__(
-        self, init_size: int, final_size: int, align_bytes: int = _ALIGN, numa_mapping: Any = None
-    ) -> None:
+    def __init__(self, init_size: int, final_size: int, align_bytes: int = _ALIGN, numa_mapping: Any = None) -> None:
         node = node_of_mapping(numa_mapping)
         capacity = final_size // align_bytes * align_bytes
         cache = _open.open(
             f"lazy-{os.getpid()}-{uuid.uuid4().hex[:8]}", capacity=capacity, align=align_bytes, lifetime="ephemeral",
-            prefault="lazy", **({} if node is None else {"numa": node}),
+            prefault="lazy", numa=AUTO if node is None else node,
         )  # fmt: skip
         super().__init__(cache)
         while cache.stats().bytes.ready < min(init_size, capacity):

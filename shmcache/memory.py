@@ -213,8 +213,11 @@ class MemoryObj(Block):
         pending = None if more is None else more.pending
         if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
             return
-        rc = attachment.release([hold])
-        if rc < 0:
+        rc = lib.shmc_release(attachment.handle, hold[1], 1)
+        if rc >= 0:
+            if len(attachment.holds) < POOLED:
+                attachment.holds.append(hold)
+        else:
             self._holds.append(hold)
             if rc == lib.SHMC_E_FORKED:
                 raise attachment.error(rc, "ref_count_down")

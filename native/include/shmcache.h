@@ -49,7 +49,7 @@ enum shmc_status {
 
 enum shmc_limits {
     SHMC_KEY_MAX = 64, SHMC_META_MAX = 48, SHMC_NAME_MAX = 256, SHMC_DESC_MAX = 1024,
-    SHMC_LABEL_MAX = 32, SHMC_PARTS_MAX = 4096, SHMC_FORMAT_VERSION = 1
+    SHMC_LABEL_MAX = 32, SHMC_PARTS_MAX = 4096, SHMC_FORMAT_VERSION = 2
 };
 
 enum shmc_state { SHMC_S_NONE = 0, SHMC_S_INIT = 1, SHMC_S_READY = 2, SHMC_S_UNLINKING = 3, SHMC_S_POISONED = 4 };
@@ -216,7 +216,10 @@ int shmc_region_done(shmc *h, uint32_t region, int ok, uint32_t flags, uint32_t 
 int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uint32_t part, const shmc_keys *parent, uint8_t *stored);
 int shmc_get(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, shmc_owner **owners, shmc_part *out);
 int shmc_contains(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint8_t *out);
-/* The same for one key, which needs no struct then. put and contains answer 0 or 1. */
+/* The same for one key, which needs no struct then. All but get answer 0 or 1. */
+int shmc_pin_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part, uint64_t lease_ns);
+int shmc_unpin_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype);
+int shmc_remove_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype);
 int shmc_put_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, shmc_owner **obj, uint32_t part, const shmc_keys *parent);
 int shmc_get_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, uint32_t part, shmc_owner **owner, shmc_part *out);
 int shmc_contains_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part);

@@ -24,7 +24,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 try:
     from lmcache.observability import LMCStatsMonitor, PrometheusLogger
@@ -73,25 +73,29 @@ MemoryObj.register(ShmMemoryObj)
 MemoryAllocatorInterface.register(MixedMemoryAllocator)
 
 
+_logged_at: dict[str, float] = {}
+
+
+def _goes_on(what: str, e: ShmCacheError) -> None:
+    """The engine goes on without the cache, which is said now and then; with a closed one it does not."""
+    if isinstance(e, SegmentClosedError):
+        raise e
+    now = time.monotonic()
+    if now - _logged_at.get(what, -_LOG_EVERY) >= _LOG_EVERY:
+        _logged_at[what] = now
+        _log.error("%s: goes on without the cache: %s", what, e)
+
+
 def _soft(method: F, answer: Callable[..., Any]) -> F:
     """`method`, which where the segment fails answers as an empty cache would."""
-    last = [0.0]
-
-    def failed(e: ShmCacheError) -> None:
-        if time.monotonic() - last[0] >= _LOG_EVERY:
-            last[0] = time.monotonic()
-            _log.error("%s: goes on without the cache: %s", method.__name__, e)
-
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await method(self, *args, **kwargs)
-            except SegmentClosedError:
-                raise
             except ShmCacheError as e:
-                failed(e)
+                _goes_on(method.__name__, e)
                 return answer(*args)
 
         return cast(F, waiting)
@@ -100,10 +104,8 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
     def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except SegmentClosedError:
-            raise
         except ShmCacheError as e:
-            failed(e)
+            _goes_on(method.__name__, e)
             return answer(*args)
 
     return cast(F, calling)
@@ -116,7 +118,11 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
     """
 
     object_class = ShmMemoryObj
-    message_classes = {"make_op": KVOpEvent, "make_message": BatchedKVOperationMsg, "op_types": OpType}
+    message_classes: ClassVar[dict[str, Any]] = {
+        "make_op": KVOpEvent,
+        "make_message": BatchedKVOperationMsg,
+        "op_types": OpType,
+    }
     lmcache_metrics = False  # LMCache's own logger tells them
 
     def __init__(
@@ -129,6 +135,47 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         self._feed_at = 0.0
         self._told = {"evictions": 0, "eviction_failures": 0, "leases_ended": 0}
         self._setup_metrics()
+
+    # what an engine calls once for each chunk: the same as `_soft` makes, without its detour
+
+    def contains(self, key: Any, pin: bool = False) -> bool:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.contains(self, key, pin)
+        except ShmCacheError as e:
+            _goes_on("contains", e)
+            return False
+
+    def get_blocking(self, key: Any) -> Any:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.get_blocking(self, key)
+        except ShmCacheError as e:
+            _goes_on("get_blocking", e)
+            return None
+
+    def submit_put_task(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
+        """See `SharedCPUBackend`."""
+        try:
+            SharedCPUBackend.submit_put_task(self, key, memory_obj, on_complete_callback)
+        except ShmCacheError as e:
+            _goes_on("submit_put_task", e)
+
+    def unpin(self, key: Any) -> bool:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.unpin(self, key)
+        except ShmCacheError as e:
+            _goes_on("unpin", e)
+            return False
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True) -> Any:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.allocate(self, shapes, dtypes, fmt, eviction, busy_loop)
+        except ShmCacheError as e:
+            _goes_on("allocate", e)
+            return None
 
     def _agree_by_default(self) -> bool:
         return self.metadata is not None and self.metadata.local_world_size > 1
@@ -179,11 +226,11 @@ def _keys(*args: Any) -> list[Any]:
 
 
 for _name, _answer in {
-    "contains": lambda *_: False, "batched_contains": lambda *_: 0, "batched_async_contains": lambda *_: 0,
-    "touch_cache": lambda *_: None, "submit_put_task": lambda *_: None, "batched_submit_put_task": lambda *_: None,
-    "get_blocking": lambda *_: None, "batched_get_blocking": _keys, "batched_get_non_blocking": lambda *_: [],
-    "pin": lambda *_: False, "unpin": lambda *_: False, "remove": lambda *_: False,
-    "batched_remove": lambda *_: 0, "allocate": lambda *_: None, "batched_allocate": lambda *_: None,
-    "get_keys": lambda *_: [], "clear": lambda *_: 0,
+    "batched_contains": lambda *_: 0, "batched_async_contains": lambda *_: 0, "touch_cache": lambda *_: None,
+    "batched_submit_put_task": lambda *_: None, "batched_get_blocking": _keys,
+    "batched_get_non_blocking": lambda *_: [], "pin": lambda *_: False, "batched_unpin": lambda *_: 0,
+    "remove": lambda *_: False,
+    "batched_remove": lambda *_: 0, "batched_allocate": lambda *_: None, "get_keys": lambda *_: [],
+    "clear": lambda *_: 0,
 }.items():  # fmt: skip
     setattr(ShmLocalCPUBackend, _name, _soft(getattr(ShmLocalCPUBackend, _name), _answer))

@@ -162,6 +162,10 @@ static void op_touch(void) { touch(W.one, 3); }
 static void op_leading(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 4), 0, 0, 0, &n), SHMC_OK); want(n, 3); }
 static void op_leading_pins(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 12), -1, SHMC_F_PIN, 0, &n), SHMC_OK); want(n, 12); }
 static void op_adopt(void) { want(shmc_adopt(W.h, W.two, X[20].o), SHMC_OK); }
+static const uint64_t K1 = 1;
+static void op_pin_one(void) { want(shmc_pin_one(W.h, W.one, (const uint8_t *)&K1, 8, 0, 0, 0), 1); }
+static void op_unpin_one(void) { want(shmc_unpin_one(W.h, W.one, (const uint8_t *)&K1, 8, 0), 1); }
+static void op_remove_one(void) { want(shmc_remove_one(W.h, W.one, (const uint8_t *)&K1, 8, 0), 1); }
 static void op_touch_many(void) { want(shmc_touch(W.h, W.one, keys(1, 12)), SHMC_OK); }
 static void op_touch_parked(void)
 {
@@ -353,6 +357,9 @@ const struct crash_case CASES[] = {
     {"leading run", "shmc_leading", w_few, NULL, op_leading, NONE},
     {"leading run, pinned", "shmc_leading", w_full, NULL, op_leading_pins, 0},
     {"adopt", "shmc_adopt", w_few, s_block, op_adopt, ONE},
+    {"pin, one", "shmc_pin_one", w_few, NULL, op_pin_one, ONE},
+    {"unpin, one", "shmc_unpin_one", w_few, s_pinned, op_unpin_one, ONE},
+    {"remove, one", "shmc_remove_one", w_few, NULL, op_remove_one, 0},
     {"touch", "shmc_touch", w_few, NULL, op_touch, ONE | ALL},
     {"touch, many", "shmc_touch", w_full, NULL, op_touch_many, ALL},
     {"touch, parked", "shmc_touch", w_parked, NULL, op_touch_parked, ONE | ALL},
