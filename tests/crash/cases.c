@@ -464,6 +464,7 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_unmap", "operating system"},
     {"shmc_populate", "operating system"},
     {"shmc_collapse", "operating system"},
+    {"shmc_inherit", "operating system"},
     {"shmc_numa_prefer", "operating system"},
 };
 const uint32_t N_EXCLUDED = sizeof EXCLUDED / sizeof *EXCLUDED;

@@ -22,8 +22,8 @@ def test_the_tool_has_no_finding(tool: list[str]) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(shmcache.__all__) == [
-        "AUTO", "ByteStats", "CapacityError", "ConfigurationError", "CountStats", "Event", "Events", "LockStats", "LockTimeoutError",
-        "Lookup", "MemoryFormat", "MemoryObj", "MemoryObjMetadata", "Namespace", "NamespaceInfo",
+        "AUTO", "ByteStats", "CapacityError", "ConfigurationError", "CountStats", "Event", "Events", "LockStats",
+        "LockTimeoutError", "Lookup", "MemoryFormat", "MemoryObj", "MemoryObjMetadata", "Namespace", "NamespaceInfo",
         "NamespaceMismatchError", "OutOfSharedMemoryError", "PackedKeys", "RawCloneError", "ReapReport", "Reservation",
         "ReservationState", "SegmentBusyError", "SegmentClosedError", "SegmentCorruptError", "SegmentExistsError",
         "SegmentInfo", "SegmentMismatchError", "SegmentNotFoundError", "SegmentPermissionError", "SharedCache",
