@@ -57,6 +57,7 @@ class _Mapping:
         self.size = int(geometry.control_bytes)
         self.geometry = geometry
         self.arena = arena
+        self.pinner = "off (private memory)"  # whoever brings the memory registers it
         self.instance = 0
 
 

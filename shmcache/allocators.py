@@ -148,13 +148,13 @@ class HostMemoryAllocator(_Wrapped):
 
 
 class PinMemoryAllocator(_Wrapped):
-    """Memory of the host that is registered with CUDA where there is one; else pageable, said once."""
+    """Memory of the host that is registered with CUDA where there is a device; else pageable, which is logged."""
 
     def __init__(
         self, size: int, use_paging: bool = False, *, shapes: Any = None, dtypes: Any = None, fmt: Any = None,
         align_bytes: int = _ALIGN, numa_mapping: Any = None,
     ) -> None:  # fmt: skip
-        memory = host_memory(size, node=node_of_mapping(numa_mapping))
+        memory = host_memory(size, node=node_of_mapping(numa_mapping), pin=True)
         super().__init__(memory, align_bytes, use_paging, shapes, dtypes, fmt)
 
 
@@ -223,7 +223,8 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         if cache is not None:
             self.pin_allocator = PooledAllocator(cache, self, object_class)
         else:
-            memory = host_memory(size, node=node_of_mapping(numa_mapping), hugepages=use_hugepages)
+            node = node_of_mapping(numa_mapping)
+            memory = host_memory(size, node=node, hugepages=use_hugepages, pin=True)
             wrapped = _Wrapped(memory, align_bytes, use_paging, shapes, dtypes, fmt)
             self.pin_allocator = wrapped.allocator
             self.pin_allocator._take_over(self)
@@ -302,7 +303,7 @@ class PagedCpuGpuMemoryAllocator(MemoryAllocatorInterface):
         self, size: int, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, numa_mapping: Any = None
     ) -> None:
         """Make the host's pool of `size` bytes, a multiple of a page."""
-        memory = host_memory(size, node=node_of_mapping(numa_mapping))
+        memory = host_memory(size, node=node_of_mapping(numa_mapping), pin=True)
         self.cpu_allocator = PagedTensorMemoryAllocator(memory, shapes, dtypes, fmt, owner=self)
         self.align_bytes = self.cpu_allocator.align_bytes
 

@@ -146,12 +146,15 @@ def main() -> None:
     parser.add_argument("--kind", choices=("tp", "mla", "replicas"), default="tp", help=kinds)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--capacity", help="memory for all caches of the host, such as 8GiB (default: up to 4GiB)")
+    parser.add_argument("--tokens", type=int, default=32,
+                        help="tokens whose KV stands for a block of 512 (default 32), so that a small host shows what "
+                        "a large one does")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     args = parser.parse_args()
     if args.trace is not None and not args.trace.is_file():
         parser.error(f"--trace {args.trace}: there is no such file")
-    if args.requests < 1:
-        parser.error("--requests: at least 1")
+    if args.requests < 1 or not 1 <= args.tokens <= 512:
+        parser.error("--requests: at least 1; --tokens: 1 to 512")
     from shmcache._sizes import parse_size
 
     free = shutil.disk_usage("/dev/shm").free
@@ -166,7 +169,7 @@ def main() -> None:
     results = {}
     try:
         for which in ("shared", "private"):
-            plan = ranks.Plan(args.kind, which == "shared", segment, capacity, 512)
+            plan = ranks.Plan(args.kind, which == "shared", segment, capacity, args.tokens)
             results[which] = replay(plan, work)
     finally:
         import shmcache
@@ -177,7 +180,10 @@ def main() -> None:
         print(json.dumps(results))
     else:
         source = args.trace.name if args.trace else "made-up conversations"
-        print(f"{len(work)} requests of {source}, {args.kind}, {capacity / GIB:.2f} GiB for the host\n")
+        print(
+            f"{len(work)} requests of {source}, {args.kind}, {capacity / GIB:.2f} GiB for the host, "
+            f"KV of {args.tokens} tokens a block\n"
+        )
         show(args.kind, results)
     if not all(r["sound"] for r in results.values()) or results["shared"]["agreement"] < 1:
         raise SystemExit("the caches are not sound, or ranks disagreed")

@@ -114,12 +114,12 @@ class Rank:
         stored = 0
         for chunk in chunks[hits:]:
             shapes, dtypes = self.metadata.get_shapes(), self.metadata.get_dtypes()
-            objs = self.manager.batched_allocate(shapes, dtypes, 1, busy_loop=False)
-            if objs is None:
+            obj = self.manager.allocate(shapes, dtypes, busy_loop=False)  # as LMCache's engine: one by one
+            if obj is None:
                 break
-            flat = objs[0].raw_tensor.view(self._torch.int64)
+            flat = obj.raw_tensor.view(self._torch.int64)
             flat[0], flat[-1] = chunk, self._stamp
-            self.manager.batched_put(self._keys([chunk]), objs)
+            self.manager.batched_put(self._keys([chunk]), [obj])
             stored += 1
         return stored
 
