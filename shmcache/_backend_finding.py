@@ -140,9 +140,10 @@ class BackendFinding:
         part = route.part(key)
         if part < 0:
             return None
-        obj: Any = route.space.get(key.chunk_hash, part=part)
+        chunk = key.chunk_hash
+        obj: Any = route.get(chunk, part)
         if obj is not None:
-            obj._key = key.chunk_hash
+            obj._key = chunk
         return obj  # type: ignore[no-any-return]
 
     def batched_get_blocking(self, keys: Sequence[Any]) -> list[Any]:

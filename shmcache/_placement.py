@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ._core import lib
+from ._core import PART, ffi, lib
 from ._keys import INT_TYPE, Key, pack_int
 from .errors import ConfigurationError
 from .keys import CacheEngineKey, LayerCacheEngineKey, dtype_from_name, dtype_name
@@ -28,6 +28,8 @@ _SCHEMA = "lmcache/1"
 _TAG = "lmcache.tag."
 
 _contains_one = lib.shmc_contains_one
+_get_one = lib.shmc_get_one
+_new = ffi.new
 
 MakeKey = Callable[..., Any]
 
@@ -72,6 +74,23 @@ class Route:
             return self.space.contains(chunk, part=None if part < 0 else part)
         rc: int = _contains_one(self._cache._attachment.handle, self._index, raw, 8, INT_TYPE, part)
         return rc == 1 if rc >= 0 else self.space.contains(chunk, part=None if part < 0 else part)
+
+    def get(self, chunk: Any, part: int) -> Any:
+        """`Namespace.get` for the usual key, as above."""
+        a = self._cache._attachment
+        try:
+            raw = pack_int(chunk)
+            hold = a.holds.pop()
+        except (struct.error, IndexError):
+            return self.space.get(chunk, part=part)
+        where = _new(PART)
+        rc = _get_one(a.handle, self._index, raw, 8, INT_TYPE, part, hold[1], where)
+        if where.published:
+            return self.space._make(a, self.space, [hold], where)
+        if rc < 0:
+            return self.space.get(chunk, part=part)
+        a.holds.append(hold)
+        return None
 
     def keys(self, chunks: Iterable[Key], parts: Iterable[int], make: tuple[MakeKey, MakeKey]) -> list[Any]:
         """Keys of these parts of some chunks, chunk by chunk."""

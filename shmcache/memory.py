@@ -208,7 +208,8 @@ class MemoryObj(Block):
         try:
             hold = self._holds.pop()
         except IndexError:
-            raise errors.StaleHandleError("ref_count_down: this object holds no reference any more") from None
+            self._no_reference()
+            return
         more = self._more
         pending = None if more is None else more.pending
         if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
@@ -222,6 +223,9 @@ class MemoryObj(Block):
             if rc == lib.SHMC_E_FORKED:
                 raise attachment.error(rc, "ref_count_down")
             attachment.recover(rc, "ref_count_down")
+
+    def _no_reference(self) -> None:
+        raise errors.StaleHandleError("ref_count_down: this object holds no reference any more")
 
     def _counts(self) -> tuple[int, int]:
         """References, the cache's own included, and pins."""

@@ -42,7 +42,7 @@ except ImportError as e:
 
 from ..allocators import MixedMemoryAllocator, TensorMemoryObj
 from ..backend import SharedCPUBackend
-from ..errors import SegmentClosedError, ShmCacheError, StaleHandleError
+from ..errors import SegmentClosedError, ShmCacheError
 
 __all__ = ["ShmLocalCPUBackend"]
 
@@ -61,12 +61,9 @@ class ShmMemoryObj(TensorMemoryObj):
     metadata_class = MemoryObjMetadata
     format_class = MemoryFormat
 
-    def ref_count_down(self) -> None:
-        """One reference less. When this object has none: logged, as LMCache does, and nothing changes."""
-        try:
-            super().ref_count_down()
-        except StaleHandleError as e:
-            _log.error("double free: %s", e, stack_info=True)
+    def _no_reference(self) -> None:
+        """Logged, as LMCache does, and nothing changes."""
+        _log.error("double free of %r", self, stack_info=True)
 
 
 MemoryObj.register(ShmMemoryObj)
