@@ -43,6 +43,40 @@ static void make_image(uint32_t policy)
     world_drop();
 }
 
+/* What `inspect` reads: each walk ends, whatever the links say, and stays inside the image. */
+static void peek_at(const uint8_t *copy, int rc)
+{
+    static shmc_chunk_info k[48];
+    static shmc_block_info b[48];
+    static shmc_hold_info d[48];
+    shmc_lock_info lock;
+    shmc_namespace_info ns;
+    shmc_region_info region;
+    uint32_t n, at;
+    same(shmc_peek_lock(copy, image_size, &lock), rc);
+    same(shmc_peek_namespace(copy, image_size, 300, &ns) == SHMC_E_NOT_FOUND, rc == 0);
+    if (shmc_peek_namespace(copy, image_size, 1, &ns) == SHMC_OK) must(ns.name_len <= SHMC_NAME_MAX && ns.desc_len <= SHMC_DESC_MAX);
+    same(shmc_peek_region(copy, image_size, 1, &region), rc);
+    for (at = 0; (n = 0, shmc_peek_holds(copy, image_size, &at, d, 48, &n)) == SHMC_MORE;) must(n <= 48);
+    for (at = 0; (n = 0, shmc_peek_blocks(copy, image_size, &at, b, 48, &n)) == SHMC_MORE;) must(n <= 48);
+    for (at = 0;;) {
+        int more = shmc_peek_chunks(copy, image_size, &at, k, 48, &n);
+        must(more == (rc ? rc : more) && n <= 48);
+        for (uint32_t i = 0; i < n; i++) {
+            uint32_t m;
+            must(k[i].klen <= SHMC_KEY_MAX);
+            int got = shmc_peek_parts(copy, image_size, k[i].chunk, k[i].gen, b, 48, &m);
+            must(got == SHMC_OK && m <= 48);
+        }
+        if (more != SHMC_MORE) break;
+    }
+    for (uint64_t key = 1; key < 34; key++)
+        for (uint32_t w = 0; w < 3; w++) {
+            same(shmc_peek_key(copy, image_size, w, (const uint8_t *)&key, 8, 0, k, 48, &n), rc);
+            must(n <= 48);
+        }
+}
+
 /* Everything that reads without the lock, and the verifier. */
 static void look_at(uint8_t *copy)
 {
@@ -65,6 +99,7 @@ static void look_at(uint8_t *copy)
     same(shmc_peek_slot(copy, image_size, 1, &slot) == SHMC_OK, rc == 0);
     same(shmc_events_read(copy, image_size, 0, e, 64, &n, &next, &lost) == SHMC_OK, rc == 0);
     must(n <= 64);
+    peek_at(copy, rc);
     int v = shmc_verify_copy(copy, image_size, text, sizeof text);
     must(rc == 0 ? v >= 0 : v < 0);
     must(strlen(text) < sizeof text || v < 0);

@@ -25,7 +25,7 @@ C_LAYERS = [
     {"api.h"},
 ]
 C_RANK = {name: rank for rank, names in enumerate(C_LAYERS) for name in names}
-C_ENDS = {"api.c": 10, "api_memory.c": 10, "api_keys.c": 10, "format.c": 9, "snapshot.c": 9}  # no header of their own
+C_ENDS = {"api.c": 10, "api_memory.c": 10, "api_keys.c": 10, "format.c": 9, "snapshot.c": 9, "peek.c": 9}  # no header of their own
 
 
 def includes(path: Path) -> list[str]:
@@ -63,12 +63,32 @@ PY_LAYERS = [
     {"_default", "cache"},
     {"_open"},
     {"__init__"},
+    {"inspect"},
 ]
 PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}
 
+# Subpackages are top layers: they import from anything above, nothing there imports from them.
+SUBPACKAGES = {
+    "inspect": [
+        {"__init__", "_stop"},
+        {"_keytext"},
+        {"_reader"},
+        {"_render", "_records", "_memory"},
+        {"_health"},
+        {"cli"},
+        {"segments", "people", "keys", "history", "check"},
+        {"key"},
+        {"why"},
+        {"__main__"},
+    ],
+}
 
-def imports(path: Path) -> set[str]:
-    """Modules of ours imported when `path` is imported or run; not those for type checking only."""
+
+def imports(path: Path, level: int = 1) -> set[str]:
+    """Modules of ours imported when `path` is imported or run; not those for type checking only.
+
+    `level` as in the import: 1 of its own package, 2 of the package above.
+    """
     found: set[str] = set()
     tree = ast.parse(path.read_text())
     typing_only = {
@@ -78,7 +98,7 @@ def imports(path: Path) -> set[str]:
         for sub in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in typing_only or not isinstance(node, ast.ImportFrom) or node.level != 1:
+        if id(node) in typing_only or not isinstance(node, ast.ImportFrom) or node.level != level:
             continue
         found |= {node.module.split(".")[0]} if node.module else {a.name for a in node.names}
     return found
@@ -90,6 +110,23 @@ def test_python_imports_go_down(path: Path) -> None:
     for name in imports(path):
         if name in PY_RANK:
             assert PY_RANK[name] <= PY_RANK[path.stem], f"{path.name} imports {name}"
+
+
+IN_SUBPACKAGES = [p for package in SUBPACKAGES for p in sorted((ROOT / "shmcache" / package).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", IN_SUBPACKAGES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_imports_inside_a_subpackage_go_down(path: Path) -> None:
+    rank = {name: i for i, names in enumerate(SUBPACKAGES[path.parent.name]) for name in names}
+    assert path.stem in rank, f"{path.name} has no layer: add it to SUBPACKAGES"
+    for name in imports(path) & rank.keys():
+        assert rank[name] <= rank[path.stem], f"{path.name} imports {name}"
+    for name in imports(path, 2) & PY_RANK.keys():
+        assert PY_RANK[name] < PY_RANK[path.parent.name], f"{path.name} imports {name}"
+
+
+def test_every_subpackage_has_its_layers() -> None:
+    assert {p.parent.name for p in (ROOT / "shmcache").glob("*/__init__.py")} == set(SUBPACKAGES)
 
 
 def test_only_the_core_wrapper_imports_the_compiled_module() -> None:
