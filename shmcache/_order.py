@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._core import NIL, U32, ffi, lib
-from ._keys import BYTES_TYPE, Key, decode
+from ._keys import BYTES_TYPE, Key, decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,3 +124,14 @@ def list_keys(cache: SharedCache, namespace: int, published: int) -> list[Key]:
     if not quiet:  # a key that was removed and put again may have been met twice: the hotter one counts
         keys = list(dict.fromkeys(reversed(keys)))[::-1]
     return keys
+
+
+def list_chunks(cache: SharedCache) -> list[tuple[int, int, Key]]:
+    """All chunks as (index of the namespace, published parts, key), coldest to hottest over all namespaces."""
+    records, _ = _copy_records(cache)
+    found = records[_cold_to_hot(records)]
+    names = ("ns", "published", "ktype", "klen")
+    rows = zip(*(found[name].tolist() for name in names), found["key"], strict=True)
+    chunks = [(ns, published, decode(kind, raw[:size].tobytes())) for ns, published, kind, size, raw in rows]
+    last = {(ns, encode(key)): i for i, (ns, _, key) in enumerate(chunks)}  # met twice when it was put again meanwhile
+    return [chunks[i] for i in sorted(last.values())]

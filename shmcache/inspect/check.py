@@ -20,9 +20,7 @@ from ._render import note, print_json, say
 from ._stop import Exit
 from .cli import json_option, source, verb
 
-DEADLINE = 2.0
 _TEXT = 1 << 16
-_WITHOUT = "private copy: the lock was not to be had"
 
 
 @verb("verify")
@@ -35,7 +33,7 @@ def verify_(reader: Reader, as_json: bool) -> int:
     elif not reader.held or reader.state != "ready":
         how, violations = "private copy: no lock needed", check_private(reader)
     else:
-        note(f"asking for the lock of {reader.name!r}, for {DEADLINE:g} s at most")
+        note(f"asking for the lock of {reader.name!r}, for 2 s at most")
         how, violations = _live(reader)
     if as_json:
         print_json("verify", {"name": reader.name, "how": how, "state": reader.state, "sound": not violations,
@@ -50,42 +48,18 @@ def verify_(reader: Reader, as_json: bool) -> int:
 
 
 def _live(reader: Reader) -> tuple[str, list[str]]:
-    from .._attachment import Attachment
-    from .._request import Request
-    from .._segment import connect, disconnect
+    from ._attach import attached
 
-    out = ffi.new("char[]", _TEXT)
-    # not shmcache.attach(): that also reaps, and who looks must find what there was
     try:
-        mapping, presence, attached = connect(
-            Request(reader.name),
-            how="attach",
-            timeout=DEADLINE,
-            claim=lambda mapping: Attachment.claim(_Home(reader.name), mapping, DEADLINE, None, "inspect"),
-        )
-    except LockTimeoutError as e:
-        return _WITHOUT, [str(e), *check_private(reader)]
+        with attached(reader.name) as a:
+            out = ffi.new("char[]", _TEXT)
+            rc = lib.shmc_verify(a.handle, out, _TEXT)
+            if rc >= 0:
+                return "live, in one hold of the lock", _lines(out, rc)
+            raise a.error(rc, "verify")
     except ShmCacheError as e:
-        return "private copy: not attached", [str(e), *check_private(reader)]
-    try:
-        rc = lib.shmc_verify(attached.handle, out, _TEXT)
-        if rc >= 0:
-            return "live, in one hold of the lock", _lines(out, rc)
-        return _WITHOUT, [str(attached.error(rc, "verify")), *check_private(reader)]
-    finally:
-        lib.shmc_detach(attached.handle, 0, ffi.new("uint32_t *"))
-        attached.closed = True
-        disconnect(mapping, presence)
-
-
-class _Home:
-    """What an attachment wants to know of its cache; one call is made, so nothing is attached again."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def _reattach(self, old: Any) -> None:
-        raise old.error(lib.SHMC_E_CLOSED, "verify")
+        why = "the lock was not to be had" if isinstance(e, LockTimeoutError) else "not attached"
+        return f"private copy: {why}", [str(e), *check_private(reader)]
 
 
 def check_private(reader: Reader) -> list[str]:

@@ -37,7 +37,7 @@ VERBS = {
     "verify": ("check", "Whether all invariants hold."),
     "metrics": ("exporter", "Serve Prometheus metrics of all segments."),
     "dump": ("dump", "Write all chunks to a file (safetensors)."),
-    "load": ("load", "Put the chunks of a dump into a segment."),
+    "load": ("dump", "Put the chunks of a dump into a segment."),
     "reap": ("change", "Return what dead attachments hold. Asks."),
     "unpin": ("change", "Give back pins of dead attachments. Asks."),
     "remove": ("change", "Remove one chunk. Asks."),

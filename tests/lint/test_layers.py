@@ -71,14 +71,15 @@ PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}
 SUBPACKAGES = {
     "inspect": [
         {"__init__", "_stop"},
-        {"_keytext"},
+        {"_keytext", "_attach"},
         {"_reader"},
-        {"_render", "_records", "_memory"},
+        {"_render", "_records", "_memory", "_tensorfile"},
+        {"_picture", "_families"},
         {"_health"},
         {"cli"},
-        {"segments", "people", "keys", "history", "check"},
+        {"segments", "people", "keys", "history", "check", "arena", "exporter"},
         {"key"},
-        {"why"},
+        {"why", "change", "dump", "top"},
         {"__main__"},
     ],
 }
