@@ -131,7 +131,9 @@ def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, A
     name = reader.name
     dead = [s for s in slots if s.dead]
     lost = sum(s.holds + s.writes for s in dead)
-    if not reader.held:
+    if not reader.held and reader.state != "ready":
+        add("info", "abandoned", "Nobody is attached: it may be removed.", "`shmcache-inspect gc` removes it.")
+    elif not reader.held:
         if reader.lifetime == "ephemeral":
             add(
                 "warning",

@@ -6,6 +6,7 @@ Everything that comes from a segment is `Text`: never markup, never an escape se
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -27,10 +28,11 @@ _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
 
 @cache
 def console() -> Console:
-    """Standard output. Not a terminal: no colours, and 80 columns unless COLUMNS says otherwise."""
+    """Standard output. Not a terminal, or NO_COLOR: no styles; 80 columns unless COLUMNS says otherwise."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
 
 
 def print_json(verb: str, data: dict[str, Any], *, line: bool = False) -> None:

@@ -76,6 +76,8 @@ def _chunk_fact(reader: Reader, index: int, chunk: Any) -> dict[str, Any]:
     text = words.get(state, state)
     if writing:
         text += f"; part {_ranges(writing)} is being written by pid {', '.join(map(str, sorted(writers))) or '?'}"
+    elif state == "incomplete":
+        text += _absent_ranks(reader, missing)
     kind, raw = raw_key(chunk)
     return {
         "index": index, "type": kind, "raw": raw, "key": show(kind, raw), "key_type": KIND_NAMES.get(kind, str(kind)),
@@ -83,6 +85,13 @@ def _chunk_fact(reader: Reader, index: int, chunk: Any) -> dict[str, Any]:
         "writing_parts": writing, "writers": sorted(writers), "generation": int(chunk.ns_gen),
         "linked": bool(chunk.flags & LINKED),
     }  # fmt: skip
+
+
+def _absent_ranks(reader: Reader, missing: list[int]) -> str:
+    """Which of the missing parts have no living process of that rank: nobody is there to store them."""
+    ranks = {s.rank for s in reader.slots() if not s.dead and s.rank is not None}
+    absent = [part for part in missing if part not in ranks]
+    return f" (rank {_ranges(absent)} is not attached)" if ranks and absent else ""
 
 
 def _writers(reader: Reader, blocks: set[int]) -> set[int]:

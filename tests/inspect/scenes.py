@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import jsonschema
 
 import shmcache
 from shmcache import SharedCache
@@ -59,7 +63,36 @@ def run(*argv: str) -> tuple[int, str, str]:
     console.cache_clear()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.run(list(argv))
+    if "--json" in argv and out.getvalue():
+        check_schema(out.getvalue())
     return code, out.getvalue(), err.getvalue()
+
+
+@cache
+def _validators() -> dict[str, Any]:
+    """For each verb; stricter than what is published, which allows more fields."""
+    schema = json.loads((Path(cli.__file__).parent / "schema.json").read_text())
+
+    def close(node: Any) -> None:
+        if isinstance(node, dict):
+            if "properties" in node:
+                node["additionalProperties"] = False
+            for value in node.values():
+                close(value)
+
+    close(schema["$defs"])
+    verbs = [ref["$ref"].rpartition("/")[2] for ref in schema.pop("oneOf")]
+    return {v.removeprefix("verb-"): jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{v}"}) for v in verbs}
+
+
+def check_schema(text: str) -> None:
+    """Every document in it is as the schema says."""
+    try:
+        documents = [json.loads(text)]
+    except ValueError:
+        documents = [json.loads(line) for line in text.splitlines()]
+    for document in documents:
+        _validators()[document["verb"]].validate(document)
 
 
 def leave(child: Any) -> None:

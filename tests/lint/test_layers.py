@@ -25,7 +25,8 @@ C_LAYERS = [
     {"api.h"},
 ]
 C_RANK = {name: rank for rank, names in enumerate(C_LAYERS) for name in names}
-C_ENDS = {"api.c": 10, "api_memory.c": 10, "api_keys.c": 10, "format.c": 9, "snapshot.c": 9, "peek.c": 9}  # no header of their own
+# without a header of their own
+C_ENDS = {"api.c": 10, "api_memory.c": 10, "api_keys.c": 10, "format.c": 9, "snapshot.c": 9, "peek.c": 9}
 
 
 def includes(path: Path) -> list[str]:
