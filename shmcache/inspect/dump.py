@@ -80,6 +80,7 @@ def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
                 written = _dump_chunk(writer, i, handles[i], key)
                 left_out += not written
                 bar.update(written)
+            bar.total = bar.n  # what the tables count is whole extents
             writer.finish()
     chunks = len(keys) - left_out
     if as_json:

@@ -95,9 +95,11 @@ def _loop(state: _State) -> None:
             end = time.monotonic() + state.interval
             while (left := end - time.monotonic()) > 0 and not state.over:
                 if select.select([fd], [], [], left)[0]:
-                    for key in os.read(fd, 64).decode("ascii", "replace"):
+                    typed = os.read(fd, 64)
+                    for key in typed.decode("ascii", "replace") or "q":  # nothing: the terminal is gone
                         state.key(key)
-                    break  # and show what the key did
+                    shown = screen_of(state)  # also when paused: with what the key did
+                    screen.update(shown, refresh=True)
             if not state.paused:
                 shown = screen_of(state)
 
