@@ -15,7 +15,9 @@ from collections.abc import Callable
 from .._keys import BYTES_TYPE, INT_TYPE, STR_TYPE, decode, encode
 
 KIND_NAMES = {BYTES_TYPE: "bytes", STR_TYPE: "str", INT_TYPE: "int"}
-_MARKED = re.compile(r"0x|int:|str:|'")
+_MARKED = re.compile(r"0x|int:|str:")
+_ESCAPED = re.compile(r"\\(?:\\|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt])")  # what show() writes
+_HEX_PREFIX = re.compile(r"0x([0-9a-f]*)[*…]")
 Raw = tuple[int, bytes]  # type code and bytes, as stored
 
 
@@ -33,7 +35,7 @@ def show(kind: int, raw: bytes) -> str:
     if kind == STR_TYPE:
         text = str(decode(kind, raw))
         plain = text and text.isprintable() and not _MARKED.match(text) and not any(c in text for c in "*?[…")
-        return text if plain else f"str:{printable(text)}"
+        return text if plain else "str:" + printable(text.replace("\\", "\\\\"))
     return f"0x{raw.hex()}"
 
 
@@ -52,7 +54,7 @@ def parse(text: str) -> list[Raw]:
     if text.startswith("int:"):
         return [encode(int(text[4:], 0))]
     if text.startswith("str:"):
-        return [encode(text[4:].encode("latin-1", "backslashreplace").decode("unicode_escape"))]
+        return [encode(_ESCAPED.sub(lambda m: m[0].encode("ascii").decode("unicode_escape"), text[4:]))]
     found = [encode(text), encode(text.encode())]
     if re.fullmatch(r"-?[0-9]+", text):
         found.append(encode(int(text)))
@@ -61,6 +63,12 @@ def parse(text: str) -> list[Raw]:
 
 def is_pattern(text: str) -> bool:
     return any(c in text for c in "*?[…")
+
+
+def hex_prefix(pattern: str) -> bytes | None:
+    """The first bytes of a pattern such as 0x0a1b…, without a last half byte; None for other patterns."""
+    found = _HEX_PREFIX.fullmatch(pattern)
+    return bytes.fromhex(found[1][: len(found[1]) & ~1]) if found else None
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:

@@ -22,12 +22,15 @@ def resolve(reader: Reader, text: str, namespace: str | None) -> list[tuple[int,
     """(namespace, chunk record) of every version of what the text may mean, visible ones first."""
     spaces = [namespace_index(reader, namespace)] if namespace is not None else list(reader.namespaces())
     if is_pattern(text):
-        some, total = find_chunks(reader, Budget(), spaces[0] if namespace is not None else None, text, "hot", 8)
+        budget = Budget()
+        some, total = find_chunks(reader, budget, spaces[0] if namespace is not None else None, text, "hot", 8)
         if total > 1 and len({text_of(r) for r in some}) > 1:
             shown = ", ".join(short(text_of(r), 24) for r in some)
             raise Stop(
                 Exit.USAGE, f"key {text!r} may be any of {total}: {shown}; use `keys --match` and more of the key"
             )
+        if not total and budget.partial:
+            raise Stop(Exit.NOT_FOUND, f"key {text!r} was not met before time was up: give the whole key")
         keys = [(int(r["ktype"]), r["key"][: int(r["klen"])].tobytes()) for r in some[:1]]
     else:
         keys = parse_key(text)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._keytext import matcher, printable, short, show
+from .._keys import BYTES_TYPE
+from ._keytext import hex_prefix, matcher, printable, short, show
 from ._reader import TICK_NS, Reader
 from ._records import DRAIN, GONE, LINKED, SHELL, Budget, chunk_arrays
 from ._render import accuracy, age, foot, print_json, say, size, table
@@ -70,10 +71,14 @@ def find_chunks(
     best: list[np.ndarray[Any, Any]] = []
     kept = total = 0
     fits = matcher(match) if match else None
+    prefix = hex_prefix(match) if match else None
+    start = np.frombuffer(prefix or b"", np.uint8)
     for slice_ in chunk_arrays(reader, budget):
         rows = slice_[slice_["flags"] & LINKED != 0]
         if namespace is not None:
             rows = rows[rows["ns"] == namespace]
+        if prefix:  # a table may have millions, and a look at each in Python takes a microsecond
+            rows = rows[(rows["ktype"] == BYTES_TYPE) & (rows["key"][:, : len(prefix)] == start).all(axis=1)]
         if fits:
             rows = rows[np.fromiter((fits(text_of(r)) for r in rows), bool, len(rows))]
         if not len(rows):

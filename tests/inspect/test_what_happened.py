@@ -221,6 +221,11 @@ def test_a_pattern_must_mean_one_key(name: str) -> None:
         assert code == 1 and "alpha" in err and "alpine" in err
         assert run("key", name, "c*")[0] == 2
         assert why(name, "b*")["verdict"] == "hit"
+        for key in (bytes.fromhex("abcdef01"), bytes.fromhex("abcd0000"), b"\xab"):
+            store(cache, key)
+        for text, found in (("0xabcde…", "0xabcdef01"), ("0xabcd0*", "0xabcd0000"), ("0xab", "0xab")):
+            assert json.loads(run("key", name, text, "--json")[1])["chunks"][0]["key"] == found
+        assert run("key", name, "0xabcd…")[0] == 1
     shmcache.unlink(name)
 
 
