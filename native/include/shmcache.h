@@ -263,6 +263,8 @@ int shmc_scan_keys(shmc *h, uint32_t *cursor, uint32_t ns, shmc_key_record *out,
 int shmc_events_read(const void *base, uint64_t size, uint64_t since, shmc_event *out, uint32_t cap, uint32_t *n, uint64_t *next, uint64_t *lost);
 /* Below: no lock, no handle, a mapping that may be read-only. Tables are copied in slices, from record *cursor on;
  * MORE while there is more. At most `cap` records, at most 65,536 looked at in a call. */
+/* shmc_peek_stats -- as shmc_stats_read; of a holder that is stopped or dead inside a transaction, the state before it */
+int shmc_peek_stats(const void *base, uint64_t size, shmc_stats *out);
 int shmc_peek_lock(const void *base, uint64_t size, shmc_lock_info *out);
 int shmc_peek_namespace(const void *base, uint64_t size, uint32_t ns, shmc_namespace_info *out);
 int shmc_peek_region(const void *base, uint64_t size, uint32_t region, shmc_region_info *out);

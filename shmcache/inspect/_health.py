@@ -16,7 +16,7 @@ from .._names import SHM_FOLDER
 from .._space import room
 from ._memory import lost_regions
 from ._reader import Lock, Reader, Slot
-from ._render import age, percent, size
+from ._render import age, percent, size, some
 
 _STUCK_AFTER = 0.25  # seconds of one and the same hold; ordinary ones take microseconds
 _NEARLY = 0.95
@@ -95,7 +95,7 @@ def _lock(add: Any, reader: Reader, lock: Lock, held_for: float) -> None:
             "info",
             "holder-died",
             f"A process died inside the lock (in {lock.operation}); the tables are as it left them.",
-            f"Nothing: the next caller rolls back {lock.journal} words and goes on.",
+            f"Nothing: the next caller rolls back {some(lock.journal, 'word')} and goes on.",
         )
     if not lock.tid or not held_for:
         return
@@ -146,7 +146,7 @@ def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, A
                 "info",
                 "abandoned",
                 f"Nobody is attached; {size(stats['bytes']['used'])} wait for a warm restart"
-                + (f", with {len(dead)} dead attachments to clear away" if dead else "")
+                + (f", with {some(len(dead), 'dead attachment')} to clear away" if dead else "")
                 + ".",
                 f"Nothing, or `shmcache-inspect unlink {name}` to free the memory.",
             )
@@ -154,12 +154,15 @@ def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, A
         add(
             "warning",
             "dead-holds",
-            f"{len(dead)} dead attachments still hold {lost} blocks or pins.",
+            f"{some(len(dead), 'dead attachment')} still hold memory: {some(lost, 'hold')}.",
             f"`shmcache-inspect reap {name}` returns them; so does the next attach, or anybody who waits.",
         )
     elif dead:
         add(
-            "info", "dead-attachments", f"{len(dead)} dead attachments hold nothing.", "Nothing: they go by themselves."
+            "info",
+            "dead-attachments",
+            f"{some(len(dead), 'dead attachment')}, holding nothing.",
+            "Nothing: they go by themselves.",
         )
     if any(s.state == "quarantined" for s in slots):
         add(
@@ -212,7 +215,7 @@ def _memory(add: Any, reader: Reader, stats: dict[str, Any]) -> None:
         add(
             "error",
             "lost-memory",
-            f"{len(missing)} region files are not what they were ({missing[0]} ...): nobody can attach any more.",
+            f"{some(len(missing), 'region file')} lost or replaced ({missing[0]} ...): nobody can attach any more.",
             f"End its engines, then `shmcache-inspect unlink {reader.name} --force`.",
         )
     with contextlib.suppress(OSError):

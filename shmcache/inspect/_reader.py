@@ -184,7 +184,7 @@ class Reader:
 
     def raw_stats(self) -> Any:
         out = ffi.new("shmc_stats *")
-        if lib.shmc_stats_read(self.base, self.size, out) < 0:
+        if lib.shmc_peek_stats(self.base, self.size, out) < 0:
             raise Stop(Exit.NOT_A_SEGMENT, f"segment {self.name!r}: its header is not valid any more")
         return out
 

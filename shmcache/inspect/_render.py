@@ -127,6 +127,11 @@ def count(n: int | float) -> str:
     return f"{n:,.0f}"
 
 
+def some(n: int, what: str) -> str:
+    """`1 hold`, `2 holds`."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 

@@ -20,7 +20,7 @@ from ._attach import DEADLINE, attached, cache_of
 from ._keytext import printable, show
 from ._reader import Reader
 from ._records import HOLD_KINDS, LINKED, Budget, holds, raw_key
-from ._render import print_json, say, size, table
+from ._render import print_json, say, size, some, table
 from ._stop import Exit, Stop
 from .cli import confirm, json_option, segment_argument, verb, yes_option
 from .key import resolve
@@ -63,12 +63,15 @@ def reap_(name: str, yes: bool, as_json: bool) -> int:
     _refuse_poisoned(reader)
     n, held, _ = _dead(reader)
     if n:
-        confirm(f"Clear away {n} dead attachments of {name!r} and return {held} holds?", yes)
+        confirm(f"Clear away {some(n, 'dead attachment')} of {name!r} and return {some(held, 'hold')}?", yes)
     done = _reap(reader)
     if as_json:
         print_json("reap", {"name": name, **done})
     else:
-        say(f"Cleared away {done['slots']} attachments: {done['holds']} holds, {done['blocks']} unpublished blocks.")
+        say(
+            f"Cleared away {some(done['slots'], 'attachment')}: {some(done['holds'], 'hold')}, "
+            f"{some(done['blocks'], 'unpublished block')}."
+        )
         if done["quarantined"]:
             say(f"{done['quarantined']} are dying or have exec'ed: their unpublished blocks wait for proof.")
     return Exit.SOUND
@@ -85,12 +88,18 @@ def unpin_(name: str, dead: bool, yes: bool, as_json: bool) -> int:
     _refuse_poisoned(reader)
     n, held, pins = _dead(reader)
     if n:
-        confirm(f"Give back {pins} pins, {held} holds in all, of {n} dead attachments of {name!r}?", yes)
+        confirm(
+            f"Give back {some(pins, 'pin')}, {some(held, 'hold')} in all, of {some(n, 'dead attachment')} of {name!r}?",
+            yes,
+        )
     done = _reap(reader)
     if as_json:
         print_json("unpin", {"name": name, "pins": pins, **done})
     else:
-        say(f"Gave back {pins} pins, {done['holds'] + done['blocks']} holds in all, of {done['slots']} attachments.")
+        say(
+            f"Gave back {some(pins, 'pin')}, {some(done['holds'] + done['blocks'], 'hold')} in all, "
+            f"of {some(done['slots'], 'attachment')}."
+        )
     return Exit.SOUND
 
 
@@ -211,7 +220,7 @@ def gc_(persistent: bool, yes: bool, as_json: bool) -> int:
     if (found or orphans) and not as_json:
         table(["<NAME", "WHY"], [*found.items(), *((path_of(o), "memory of no segment") for o in orphans)])
     if found or orphans:
-        confirm(f"Remove {len(found)} segments and {len(orphans)} stray files?", yes)
+        confirm(f"Remove {some(len(found), 'segment')} and {some(len(orphans), 'stray file')}?", yes)
     gone = {name: why for name in found if (why := _abandoned(name, persistent, True)) is not None}
     for file in _orphan_regions():
         if file in orphans:
@@ -221,7 +230,7 @@ def gc_(persistent: bool, yes: bool, as_json: bool) -> int:
         print_json("gc", {"removed": data, "stray_files": [path_of(o) for o in orphans]})
     else:
         say(
-            f"Removed {len(gone)} segments and {len(orphans)} stray files."
+            f"Removed {some(len(gone), 'segment')} and {some(len(orphans), 'stray file')}."
             if found or orphans
             else "Nothing is abandoned."
         )

@@ -161,7 +161,11 @@ def _page(d: dict[str, Any]) -> None:
     if d["findings"]:
         say()
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(d["created"]))
-    where = "a copy; ages count to its newest record" if d["source"] == "copy" else "live; counters exact"
+    where = (
+        "a copy; ages count to its newest record"
+        if d["source"] == "copy"
+        else "live; counters " + ("exact" if s["exact"] else "of a transaction under way")
+    )
     people = f"{d['attachments']['live']} live, {d['attachments']['dead']} dead"
     if d["source"] == "copy":
         people = f"{d['attachments']['live']} recorded"
@@ -197,7 +201,7 @@ def _page(d: dict[str, Any]) -> None:
             ("chunks", f"{count(s['counts']['chunks'])}, {count(s['counts']['complete'])} complete, "
                        f"in {s['counts']['namespaces']} namespaces; {count(s['counts']['holds'])} holds"),
             ("hits", f"{percent(s['hits'], s['hits'] + s['misses'])} of {count(s['hits'] + s['misses'])} lookups"),
-            ("evictions", f"{count(s['evictions'])}" + ("" if rate is None else f", {rate:g}/s in the last minute")),
+            ("evictions", f"{count(s['evictions'])}" + ("" if rate is None else f", {rate:.1f}/s of late")),
             ("lock", f"{held}; taken {count(taken['acquisitions'])} times, "
                      f"{percent(taken['contended'], taken['acquisitions'])} contended, "
                      f"{taken['recoveries']} recoveries, longest hold seen {taken['max_hold_ns'] / 1e3:.0f} us"),

@@ -429,6 +429,7 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_namespace_at", "reads without the lock"},
     {"shmc_stats_read", "reads without the lock"},
     {"shmc_events_read", "reads without the lock"},
+    {"shmc_peek_stats", "reads without the lock"},
     {"shmc_peek_lock", "reads without the lock"},
     {"shmc_peek_namespace", "reads without the lock"},
     {"shmc_peek_region", "reads without the lock"},

@@ -53,6 +53,8 @@ static void peek_at(const uint8_t *copy, int rc)
     shmc_namespace_info ns;
     shmc_region_info region;
     uint32_t n, at;
+    shmc_stats s;
+    same(shmc_peek_stats(copy, image_size, &s), rc);
     same(shmc_peek_lock(copy, image_size, &lock), rc);
     same(shmc_peek_namespace(copy, image_size, 300, &ns) == SHMC_E_NOT_FOUND, rc == 0);
     if (shmc_peek_namespace(copy, image_size, 1, &ns) == SHMC_OK) must(ns.name_len <= SHMC_NAME_MAX && ns.desc_len <= SHMC_DESC_MAX);
@@ -284,9 +286,14 @@ static void a_journal_of_the_dead_is_undone_in_a_copy(void)
     world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
     store(W.one, 4, 1, 0);
     struct core *c = &W.h->core;
+    shmc_stats s, before = stats();
     same(begin(W.h, TX_ALLOC), SHMC_OK);
     tx_begin(c, TX_ALLOC);
     must(extent_take(c, 8) != NIL);
+    same(shmc_stats_read(W.base, W.size, &s), SHMC_OK);
+    must(!s.exact && s.used != before.used);
+    same(shmc_peek_stats(W.base, W.size, &s), SHMC_OK);
+    must(s.exact && s.used == before.used && s.blocks == before.blocks && s.largest_free == before.largest_free);
     uint8_t *copy = heap(W.size);
     memcpy(copy, W.base, W.size);
     char text[500];
