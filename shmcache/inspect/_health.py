@@ -154,7 +154,7 @@ def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, A
         add(
             "warning",
             "dead-holds",
-            f"{some(len(dead), 'dead attachment')} still hold memory: {some(lost, 'hold')}.",
+            f"{some(lost, 'hold')} of {some(len(dead), 'dead attachment')} keep memory from the living.",
             f"`shmcache-inspect reap {name}` returns them; so does the next attach, or anybody who waits.",
         )
     elif dead:

@@ -13,7 +13,7 @@ from ._health import Finding, examine, stuck_lock, unhealthy
 from ._keytext import printable
 from ._memory import region_summary, resident
 from ._reader import Reader
-from ._render import age, count, fields, note, percent, print_json, ratio, say, size, table
+from ._render import age, count, fields, note, percent, print_json, ratio, say, size, some, table
 from ._stop import Exit, Stop
 from .cli import end, json_option, source, verb
 
@@ -181,7 +181,7 @@ def _page(d: dict[str, Any]) -> None:
         [
             ("segment", f"{printable(d['name'])} ({d['state']}, {d['lifetime']}; {where})"),
             ("made", f"{made} by shmcache {printable(d['version'])}"),
-            ("geometry", f"{size(g['capacity'])} in {m['regions']} regions of {size(g['region_bytes'])}, "
+            ("geometry", f"{size(g['capacity'])} in {some(m['regions'], 'region')} of {size(g['region_bytes'])}, "
                          f"align {size(g['align'])}, policy {d['policy']}, mode {g['mode']:04o}"),
             ("tables", f"{size(g['control_bytes'])}: {count(g['max_chunks'])} chunks, {count(g['max_blocks'])} blocks, "
                        f"{count(g['max_holds'])} holds, {g['max_attachments']} attachments"),
@@ -199,7 +199,7 @@ def _page(d: dict[str, Any]) -> None:
                      f"{size(b['capacity'] - b['ready'])} not yet reserved"),
             ("fragmented", "-" if d["fragmentation"] is None else percent(d["fragmentation"], 1)),
             ("chunks", f"{count(s['counts']['chunks'])}, {count(s['counts']['complete'])} complete, "
-                       f"in {s['counts']['namespaces']} namespaces; {count(s['counts']['holds'])} holds"),
+                       f"in {some(s['counts']['namespaces'], 'namespace')}; {some(s['counts']['holds'], 'hold')}"),
             ("hits", f"{percent(s['hits'], s['hits'] + s['misses'])} of {count(s['hits'] + s['misses'])} lookups"),
             ("evictions", f"{count(s['evictions'])}" + ("" if rate is None else f", {rate:.1f}/s of late")),
             ("lock", f"{held}; taken {count(taken['acquisitions'])} times, "

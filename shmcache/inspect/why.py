@@ -50,7 +50,7 @@ def why_(reader: Reader, key: str, namespace: str | None, as_json: bool) -> int:
         return end(reader)
     say(f"{verdict.upper()}: {text}", "good" if verdict == "hit" else "warning")
     for f in rows:
-        say(f"  now   {short(f['key'], 24)} ({f['key_type']}) in {printable(f['namespace'])!r}: {f['text']}")
+        say(f"  now   {short(f['key'], 24)} ({f['key_type']}) in {printable(f['namespace'])!r}: {f['state']}")
     for e in past[-8:]:
         say(f"  {age(e['ago']):>8} ago  {e['what']} in {printable(e['namespace'])!r} by {e['by']}")
     if not complete:
