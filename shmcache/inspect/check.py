@@ -16,7 +16,7 @@ from .._core import ffi, lib, text
 from .._names import control_name
 from ..errors import LockTimeoutError, ShmCacheError
 from ._reader import Reader
-from ._render import note, print_json, say
+from ._render import note, print_json, say, some
 from ._stop import Exit
 from .cli import json_option, source, verb
 
@@ -39,7 +39,7 @@ def verify_(reader: Reader, as_json: bool) -> int:
         print_json("verify", {"name": reader.name, "how": how, "state": reader.state, "sound": not violations,
                               "violations": violations})  # fmt: skip
     elif violations:
-        say(f"{len(violations)} violations ({how}):", "error")
+        say(f"{some(len(violations), 'violation')} ({how}):", "error")
         for line in violations:
             say(f"  {line}")
     else:
@@ -63,7 +63,15 @@ def _live(reader: Reader) -> tuple[str, list[str]]:
 
 
 def check_private(reader: Reader) -> list[str]:
-    """On a copy-on-write mapping: roll-back and all stay private."""
+    """On a copy-on-write mapping: roll-back and all stay private. What others change meanwhile voids the findings."""
+    before = reader.lock().acquisitions
+    found = _check_mapped(reader)
+    if found and reader.lock().acquisitions != before:
+        return ["it was in use while its copy was checked, so nothing can be said: try again"]
+    return found
+
+
+def _check_mapped(reader: Reader) -> list[str]:
     fd = _shmfs.open_shm(control_name(reader.name), read_only=True)
     try:
         with mmap.mmap(fd, reader.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as private:

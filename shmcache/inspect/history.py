@@ -124,6 +124,8 @@ def stats_(reader: Reader, watch: float | None, times: int | None, as_json: bool
         else:
             _print_rates(before, now)
         before, n = now, n + 1
+        if now["state"] != "ready":  # it will not change any more
+            break
     return end(reader)
 
 

@@ -8,11 +8,12 @@ import click
 
 from .._events import Event
 from .._keys import encode
-from ._keytext import KIND_NAMES, Raw, is_pattern, printable, short, show
+from ._keytext import KIND_NAMES, Raw, is_pattern, matcher, printable, short, show
 from ._reader import Reader
 from ._records import LINKED, WRITING, events, holds, parts_of, raw_key
 from ._records import Budget as _Budget
 from ._render import accuracy, age, print_json, say
+from ._stop import Exit, Stop
 from .cli import end, json_option, source_and_key, verb
 from .key import parse_key, resolve
 from .keys import namespace_index, state_of
@@ -32,9 +33,9 @@ _REMOVED = {
 def why_(reader: Reader, key: str, namespace: str | None, as_json: bool) -> int:
     index = namespace_index(reader, namespace) if namespace is not None else None
     facts = [_chunk_fact(reader, ns, chunk) for ns, chunk in resolve(reader, key, None)]
-    raws = {(f["type"], f["raw"]) for f in facts} if is_pattern(key) else set()
-    wanted: list[Raw] = [] if is_pattern(key) else parse_key(key)
-    past, since, complete = _history(reader, {*wanted, *raws})
+    found, _, _ = events(reader)
+    wanted = _remembered(key, facts, found) if is_pattern(key) else set(parse_key(key))
+    past, since, complete = _history(reader, found, wanted)
     verdict, text = _verdict(reader, facts, past, index, namespace, since, complete)
     rows = [{k: v for k, v in f.items() if k not in ("raw", "type", "index")} for f in facts]
     if as_json:
@@ -113,10 +114,19 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(out)
 
 
-def _history(reader: Reader, wanted: set[Raw]) -> tuple[list[dict[str, Any]], float, bool]:
+def _remembered(pattern: str, facts: list[dict[str, Any]], found: list[Event]) -> set[Raw]:
+    """The key that a pattern means: of those that are there, else of those that were."""
+    fits = matcher(pattern)
+    raws = {(f["type"], f["raw"]) for f in facts} or {raw for e in found if fits(show(*(raw := encode(e.key))))}
+    if len(raws) > 1:
+        some = ", ".join(short(show(*raw), 24) for raw in sorted(raws)[:8])
+        raise Stop(Exit.USAGE, f"key {pattern!r} may have been any of {len(raws)}: {some}; give more of it")
+    return raws
+
+
+def _history(reader: Reader, found: list[Event], wanted: set[Raw]) -> tuple[list[dict[str, Any]], float, bool]:
     """Events of these keys, oldest first; seconds that the ring reaches back; whether to the segment's beginning."""
     labels = {s.pid: s.label for s in reader.slots()}
-    found, _, _ = events(reader)
     now = reader.now_ns
 
     def row(e: Event) -> dict[str, Any]:

@@ -56,9 +56,7 @@ def test_the_dead_beside_the_living(scrap: str, fork: Any) -> None:
         child.kill()
         child.wait()
         found = findings(scrap)["dead-holds"]
-        assert (
-            found["level"] == "warning" and "4 holds" in found["text"] and f"reap {scrap}" in found["action"]
-        )
+        assert found["level"] == "warning" and "4 holds" in found["text"] and f"reap {scrap}" in found["action"]
         cache.reap()
         assert findings(scrap) == {}
 

@@ -60,6 +60,24 @@ assert {verb!r} != '--help' or 'rich' not in sys.modules
     shmcache.unlink(name)
 
 
+def test_the_package_is_imported_at_first_use() -> None:
+    code = """
+import sys, shmcache
+assert not {'torch', 'shmcache.cache', 'shmcache._segment', 'dataclasses'} & set(sys.modules)
+assert dir(shmcache) == shmcache.__all__
+shmcache.open, shmcache.SegmentNotFoundError
+assert 'shmcache.cache' in sys.modules and 'open' in vars(shmcache)
+try:
+    shmcache.nonsense
+except AttributeError as e:
+    assert 'nonsense' in str(e)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_of_every_verb_names_its_options() -> None:
     for verb in VERBS:
         code, out, _ = run(verb, "--help")

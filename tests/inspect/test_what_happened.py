@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,23 @@ def test_older_than_watches(name: str) -> None:
     shmcache.unlink(name)
 
 
+def test_events_are_followed_as_lines_of_json(name: str) -> None:
+    with small(name) as cache:
+        argv = [sys.executable, "-m", "shmcache.inspect", "events", name, "--follow", "--json"]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as follower:
+            assert follower.stdout is not None
+            store(cache, "first")
+            for key, then in (("first", "second"), ("second", "third")):
+                line = follower.stdout.readline()
+                scenes.check_schema(line)
+                assert json.loads(line)["key"] == key
+                store(cache, then)
+            scenes.lib.shmc_set_state(cache._attachment.base, scenes.lib.SHMC_S_POISONED)
+            assert follower.wait(timeout=20) == 3, "it ends when nothing will follow"
+            scenes.lib.shmc_set_state(cache._attachment.base, scenes.lib.SHMC_S_READY)
+    shmcache.unlink(name)
+
+
 def test_stats_watch_and_diff(name: str, tmp_path: Path) -> None:
     with small(name) as cache:
         code, before, _ = run("stats", name, "--json")
@@ -221,6 +240,12 @@ def test_a_pattern_must_mean_one_key(name: str) -> None:
         assert code == 1 and "alpha" in err and "alpine" in err
         assert run("key", name, "c*")[0] == 2
         assert why(name, "b*")["verdict"] == "hit"
+        cache.remove("beta")
+        assert why(name, "b*")["verdict"] == "removed", "also what only the events know"
+        cache.remove("alpha")
+        cache.remove("alpine")
+        assert run("why", name, "al*")[0] == 1
+        assert why(name, "z*")["verdict"] == "never-stored"
         for key in (bytes.fromhex("abcdef01"), bytes.fromhex("abcd0000"), b"\xab"):
             store(cache, key)
         for text, found in (("0xabcde…", "0xabcdef01"), ("0xabcd0*", "0xabcd0000"), ("0xab", "0xab")):
