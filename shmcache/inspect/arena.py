@@ -17,11 +17,12 @@ from .cli import end, json_option, source, verb
 if TYPE_CHECKING:
     from ._picture import Picture
 
+Kinds = list[tuple[tuple[int, int], Any]]  # (state, namespace), bytes of each cell
 _MARKS = {"unreserved": " ", "free": "·", "writing": "+", "leaving": "-", "unseen": "?"}
 _ROWS = 16
 _SVG_COLUMNS, _SVG_ROWS = 256, 16
 _CELL_W, _CELL_H, _GAP, _MARGIN = 4, 28, 4, 16
-_GREYS = {"unreserved": "#ffffff", "free": "#e4e4e4", "unseen": "#c8a0a0"}
+_GREYS = {"unreserved": "#f5f5f5", "free": "#e4e4e4", "unseen": "#c8a0a0"}
 _TERMINAL = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 
@@ -109,12 +110,31 @@ def _colour(state: str, namespace: int) -> str:
     if state in _GREYS:
         return _GREYS[state]
     lightness = {"evictable": 0.68, "kept": 0.40, "writing": 0.85, "leaving": 0.80}[state]
-    r, g, b = colorsys.hls_to_rgb(namespace * 0.381966 % 1.0, lightness, 0.25 if state == "leaving" else 0.6)
+    r, g, b = colorsys.hls_to_rgb((0.58 + namespace * 0.381966) % 1.0, lightness, 0.25 if state == "leaving" else 0.6)
     return f"#{round(r * 255):02x}{round(g * 255):02x}{round(b * 255):02x}"
 
 
 def _escape(text: str) -> str:
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def _rectangles(kinds: Kinds, scale: Any) -> list[tuple[int, float, int, float, tuple[int, int]]]:
+    """x, y, width, height and kind. Neighbours in a row that are of one kind, from top to bottom, become one."""
+    found: list[tuple[int, float, int, float, tuple[int, int]]] = []
+    whole: tuple[float, float, tuple[int, int]] | None = None  # the last cell, when it was of one kind
+    for i in range(len(scale)):
+        x, y = _MARGIN + i % _SVG_COLUMNS * _CELL_W, float(_MARGIN + i // _SVG_COLUMNS * (_CELL_H + _GAP))
+        stack = [(kind, float(cells[i]) * float(scale[i])) for kind, cells in kinds if cells[i]]
+        this = (y, stack[0][1], stack[0][0]) if len(stack) == 1 else None
+        if this is not None and this == whole:
+            left, top, w, h, kind = found.pop()
+            found.append((left, top, w + _CELL_W, h, kind))
+            continue
+        whole = this
+        for kind, h in stack:
+            found.append((x, y, _CELL_W, h, kind))
+            y += h
+    return found
 
 
 def _svg(reader: Reader, picture: Picture) -> str:
@@ -136,16 +156,10 @@ def _svg(reader: Reader, picture: Picture) -> str:
     ]
     kinds = [(kind, picture.cover[kind]) for kind, _ in totals]
     whole = sum((cells for _, cells in kinds), 0 * picture.cell_sizes)
-    squeeze = picture.cell_sizes / whole.clip(min=1)  # a race may have counted bytes twice
-    for i in range(len(picture.cell_sizes)):
-        x = _MARGIN + i % _SVG_COLUMNS * _CELL_W
-        y = float(_MARGIN + i // _SVG_COLUMNS * (_CELL_H + _GAP))
-        for (state, ns), cells in kinds:
-            if cells[i]:
-                h = float(cells[i]) * min(1.0, float(squeeze[i])) * scale
-                out.append(f'<rect class="{STATES[state]}" data-ns="{ns}" x="{x}" y="{y:.6g}" width="{_CELL_W}" '
-                           f'height="{h:.9g}" fill="{_colour(STATES[state], ns)}"/>')  # fmt: skip
-                y += h
+    squeeze = (picture.cell_sizes / whole.clip(min=1)).clip(max=1.0)  # a race may have counted bytes twice
+    for x, y, w, h, (state, ns) in _rectangles(kinds, squeeze * scale):
+        out.append(f'<rect class="{STATES[state]}" data-ns="{ns}" x="{x}" y="{y:.6g}" width="{w}" height="{h:.9g}" '
+                   f'fill="{_colour(STATES[state], ns)}"/>')  # fmt: skip
     out.append("</g>")
     out.append(f'<text x="{_MARGIN}" y="{legend}" font-size="13">{_escape(title)}</text>')
     for n, ((state, ns), total) in enumerate(totals, 1):
