@@ -83,6 +83,7 @@ def examine(reader: Reader, slots: list[Slot], stats: dict[str, Any], lock: Lock
             f"`shmcache-inspect unlink {name} --force` finishes it, as does the next open.",
         )
     _lock(add, reader, lock, held_for)
+    _handshake(add, reader)
     _attachments(add, reader, slots, stats)
     _memory(add, reader, stats)
     order = {"error": 0, "warning": 1, "info": 2}
@@ -123,6 +124,20 @@ def _lock(add: Any, reader: Reader, lock: Lock, held_for: float) -> None:
             f"{what} (state {state}); an ordinary hold takes microseconds.",
             f"See what it does (`cat /proc/{lock.pid}/wchan`); ending it is safe: the next caller rolls back.",
         )
+
+
+def _handshake(add: Any, reader: Reader) -> None:
+    pid = 0 if reader.copy else reader.handshake_pid()
+    if not pid:
+        return
+    time.sleep(_STUCK_AFTER)  # a moment is enough to attach
+    if reader.handshake_pid() != pid:
+        return
+    what = f"Process {pid} is attaching to it, making or removing it: all others who want to do so wait"
+    if process_state(pid) in ("T", "t"):
+        add("error", "handshake-stopped", f"{what}, and it is stopped.", f"`kill -CONT {pid}`, or end it.")
+    else:
+        add("info", "handshake-held", f"{what}.", "Wait: making a large segment takes seconds.")
 
 
 def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, Any]) -> None:

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import _shmfs
 from .._control import Control
 from .._core import NIL, ffi, lib, operation_name, text
-from .._handshake import permission_error
-from .._names import check_name, control_name, path_of
 from .._request import LIFETIMES, POLICIES
 from .._stats import NamespaceInfo, namespace_info, stats_from
-from ..errors import SegmentCorruptError
 from ._keytext import printable
+from ._source import handshake_pid, open_copy, open_live
 from ._stop import Exit, Stop
 
 TICK_NS = 1 << 26
@@ -37,23 +33,6 @@ _LIVENESS = {lib.SHMC_ALIVE: "alive", lib.SHMC_EXECED: "exec'ed", lib.SHMC_GONE:
 _POLICY_NAMES = {number: name for name, number in POLICIES.items()}
 _LIFETIME_NAMES = {number: name for name, number in LIFETIMES.items()}
 REGION_STATES = {lib.SHMC_R_ABSENT: "absent", lib.SHMC_R_COMMITTING: "committing", lib.SHMC_R_READY: "ready"}
-
-
-class _Copied(Control):
-    """A control file's bytes in this process's own memory."""
-
-    def __init__(self, data: bytearray) -> None:
-        self._data = data
-        self.size = len(data)
-        self.base = ffi.cast("void *", ffi.from_buffer(data)) if data else ffi.NULL
-        self.geometry = ffi.new("shmc_geometry *")
-        self.identity = ffi.new("shmc_identity *")
-        self.status = lib.SHMC_E_NOT_READY
-        if data:
-            self.revalidate()
-
-    def close(self) -> None:
-        pass  # with the last reference
 
 
 @dataclass(frozen=True)
@@ -104,43 +83,17 @@ class Reader:
 
     @classmethod
     def open(cls, name: str) -> Reader:
-        try:
-            check_name(name)
-        except ValueError as e:
-            raise Stop(Exit.USAGE, str(e)) from None
-        try:
-            fd = _shmfs.open_shm(control_name(name), read_only=True)
-        except FileNotFoundError:
-            raise Stop(
-                Exit.NOT_FOUND, f"there is no segment {name!r} on this host; `shmcache-inspect list` shows what is"
-            ) from None
-        except PermissionError:
-            raise Stop(Exit.REFUSED, str(permission_error(name, path_of(control_name(name))))) from None
-        except SegmentCorruptError as e:
-            raise Stop(Exit.NOT_A_SEGMENT, str(e)) from None
-        try:
-            held = _shmfs.is_locked(fd, _shmfs.PRESENCE_BYTE)
-            return cls(name, _checked(name, Control(fd, writable=False)), copy=False, held=held)
-        finally:
-            os.close(fd)
+        control, held = open_live(name)
+        return cls(name, control, copy=False, held=held)
 
     @classmethod
     def open_file(cls, path: str) -> Reader:
         """A copy of a control file, wherever it lies."""
-        try:
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise Stop(Exit.NOT_A_SEGMENT, f"{path} is no regular file; give a copy of /dev/shm/shmcache.NAME")
-            with open(path, "rb") as f:
-                data = bytearray(f.read())
-        except FileNotFoundError:
-            raise Stop(Exit.NOT_FOUND, f"there is no file {path}") from None
-        except PermissionError as e:
-            raise Stop(Exit.REFUSED, f"{path}: {e.strerror}") from None
-        name = os.path.basename(path)
-        try:
-            return cls(name, _checked(name, _Copied(data)), copy=True, held=False)
-        except Stop as e:
-            raise Stop(e.code, f"{path} is no usable copy of a control file: {e}") from None
+        return cls(os.path.basename(path), open_copy(path), copy=True, held=False)
+
+    def handshake_pid(self) -> int:
+        """Who is creating, attaching or removing at this moment; 0: nobody."""
+        return handshake_pid(self.name)
 
     # ---- the header ------------------------------------------------------------------------------
 
@@ -269,21 +222,6 @@ class Reader:
         for i in range(self.geometry.n_regions):
             if lib.shmc_peek_region(self.base, self.size, i, info) == 0:
                 yield info
-
-
-def _checked(name: str, control: Control) -> Control:
-    if control.status == lib.SHMC_E_NOT_READY and isinstance(control, _Copied):
-        raise Stop(Exit.NOT_A_SEGMENT, "it is blank, or of a segment that was not finished")
-    if control.status == lib.SHMC_E_NOT_READY:
-        raise Stop(
-            Exit.NOT_A_SEGMENT,
-            f"segment {name!r} is half-made: its creator died or is still at it; "
-            "the next shmcache.open() with a capacity makes it anew, `shmcache-inspect gc` removes it",
-        )
-    if control.status:
-        error = control.error(name)
-        raise Stop(Exit.NOT_A_SEGMENT, str(error.args[0]) if isinstance(control, _Copied) else str(error))
-    return control
 
 
 def _process_of(tid: int) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from scenes import run, small, store
 
 import shmcache
 from shmcache._core import lib
+from shmcache._handshake import Handshake
 from shmcache._space import Room
 from shmcache.inspect import _health
 
@@ -112,6 +116,46 @@ def test_counters_are_those_before_what_the_stopped_one_began(scrap: str, fork: 
     assert page["stats"]["bytes"] == found["bytes"]
 
 
+@pytest.mark.parametrize("stop", [True, False])
+def test_who_keeps_everybody_from_attaching(scrap: str, fork: Any, stop: bool) -> None:
+    def body(child: Any) -> None:
+        scenes.leave(child)
+        with Handshake.acquire(scrap, 0) as mine:
+            mine.note_pid()
+            child.tell("ready")
+            child.await_parent()
+
+    small(scrap).close()
+    child = fork(body)
+    assert child.listen() == "ready"
+    if stop:
+        child.kill(signal.SIGSTOP)
+        scenes.until(lambda: _health.process_state(child.pid) == "T")
+    found = findings(scrap)["handshake-stopped" if stop else "handshake-held"]
+    assert str(child.pid) in found["text"] and found["level"] == ("error" if stop else "info")
+    with scenes.prompt():
+        code, _, err = run("unlink", scrap, "--yes")
+    assert code == 3 and str(child.pid) in err
+
+
+def test_a_creator_that_stopped_half_way_is_named(scrap: str, fork: Any) -> None:
+    def body(child: Any) -> None:
+        scenes.leave(child)
+        with Handshake.acquire(scrap, 0, create_mode=0o600) as mine:
+            os.ftruncate(mine.fd, 1 << 20)
+            mine.note_pid()
+            child.tell("ready")
+            child.await_parent()
+
+    child = fork(body)
+    assert child.listen() == "ready"
+    code, _, err = run("show", scrap)
+    assert code == 4 and f"kill -CONT {child.pid}" in err
+    child.kill()
+    child.wait()
+    assert "its creator died" in run("show", scrap)[2]
+
+
 def test_a_holder_that_does_not_exist_here(scrap: str, fork: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scenes.stopped(scrap, fork)
     monkeypatch.setattr(_health, "process_state", lambda pid: "")
@@ -196,9 +240,6 @@ def test_processes_of_another_pid_namespace_are_not_judged(
 
 def test_a_process_that_execs_is_quarantined(scrap: str, fork: Any) -> None:
     def body(child: Any) -> None:
-        import os
-        import sys
-
         cache = small(scrap)
         held = scenes.furnish(cache)
         child.tell("ready")

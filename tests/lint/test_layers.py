@@ -72,7 +72,7 @@ PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}
 SUBPACKAGES = {
     "inspect": [
         {"__init__", "_stop"},
-        {"_keytext", "_attach"},
+        {"_keytext", "_attach", "_source"},
         {"_reader"},
         {"_render", "_records", "_memory", "_tensorfile"},
         {"_picture", "_families"},
