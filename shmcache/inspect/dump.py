@@ -51,7 +51,7 @@ def _progress(what: str, total: int) -> Iterator[Any]:
 @click.option("--namespace", metavar="NAME", help="Only this one.")
 @json_option
 def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
-    """Write all complete chunks to a safetensors file. Attaches: each chunk is held while it is written."""
+    """Write all complete chunks to a safetensors file. Attaches; each chunk is held while it is written."""
     reader = Reader.open(name)
     if reader.state != "ready":
         raise Stop(Exit.UNHEALTHY, f"segment {name!r} is {reader.state}: its chunks cannot be had any more")
@@ -121,15 +121,15 @@ def load_(file: str, name: str, capacity: str | None, yes: bool, as_json: bool) 
 
     What is there already stays and is skipped, so a load that was interrupted is finished by another.
     """
+    from .._directory import segments
     from .._open import open as open_cache
-    from .._shmfs import control_files
 
     dump = DumpFile(file)
     try:
         room = parse_size(capacity, "--capacity") if capacity is not None else dump.contents.capacity
     except ValueError as e:
         raise click.UsageError(str(e)) from None
-    made = name not in control_files()
+    made = next((s.state for s in segments() if s.name == name), None) in (None, "half-made")
     what = f"Make segment {name!r} of {size(room)} and load" if made else f"Load into {name!r}"
     confirm(f"{what} {len(dump.entries)} parts, {size(dump.bytes)}?", yes)
     if made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,40 @@ def test_remove_takes_one_chunk_and_only_a_clear_name_for_it(name: str) -> None:
         assert run("remove", name, "k", "--yes", "--namespace", "nowhere")[0] == 2
         assert set(cache.keys()) == {"k", "7"} and kv.keys() == []
     shmcache.unlink(name)
+
+
+# Exit codes of what attaches: dump, load, reap, unpin, remove, clear; and of unlink.
+CODES = {
+    "live": ((0, 0, 0, 0, 0, 0), 5),
+    "dead": ((0, 0, 0, 0, 0, 0), 0),
+    "stopped": ((3, 3), 3),
+    "poisoned": ((3, 3, 3, 3, 3, 3), 0),
+    "empty": ((0, 0, 0, 0, 2, 0), 0),
+    "full": ((0, 0, 0, 0, 2, 0), 5),
+    "garbage": ((4, 4, 4, 4, 4, 4), 4),
+    "half_made": ((4, 0, 0, 0, 2, 0), 0),  # load makes it anew
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_in_every_state_it_is_done_or_refused_with_its_code(scrap: str, fork: Any, tmp_path: Path, kind: str) -> None:
+    dump = tmp_path / "other"
+    with small(f"{scrap}-b") as other:
+        store(other, "from the dump", 64)
+        assert run("dump", f"{scrap}-b", str(dump))[0] == 0
+    shmcache.unlink(f"{scrap}-b")
+    scenes.KINDS[kind](scrap, fork)
+    codes, unlink = CODES[kind]
+    verbs = (["dump", scrap, str(tmp_path / "d")], ["load", str(dump), scrap, "--yes"],
+             *(at(verb, scrap, "--yes") for verb in CHANGING[:4]))  # fmt: skip
+    for verb, expected in zip(verbs, codes):  # noqa: B905  # of a stopped one, two will do: each waits for 2 s
+        with scenes.prompt():
+            code, _, err = run(*verb)
+        assert code == expected, (verb, err)
+    if kind != "stopped":
+        assert run("unlink", scrap, "--yes")[0] == unlink
+    run("unlink", scrap, "--yes", "--force")
+    assert not list(scenes.SHM.glob(f"shmcache.{scrap}*"))
 
 
 def test_clear_leaves_what_is_held(name: str) -> None:

@@ -19,6 +19,7 @@ LOOKING = (
     ["keys", "--match", "k*", "--sort", "hot", "--limit", "2"],
     ["events"],
     ["stats"],
+    ["map"],
 )
 ABOUT_A_KEY = ("key", "why")
 
@@ -96,6 +97,31 @@ def test_show_gives_advice_that_fits(scene: Scene) -> None:
         assert f["text"] and f["action"]
     if scene.kind == "stopped":
         assert f"kill -CONT {scene.child.pid}" in found["lock-stopped"]["action"]
+
+
+def test_top_draws_it(scene: Scene) -> None:
+    from shmcache.inspect.top import _State, screen_of
+
+    if scene.kind == "copy":
+        return
+    state = _State([scene.name], 1.0)
+    for _ in range(2):
+        with prompt():
+            screen = screen_of(state).plain
+    assert all(len(line) <= 200 for line in screen.splitlines()) and "q quit" in screen
+    says = {"poisoned": "error: ", "stopped": "is stopped", "full": "warning: ", "dead": "info: Nobody is attached"}
+    assert says.get(scene.kind, "" if scene.exit == 4 else "hits") in screen
+    if scene.exit == 4:
+        assert scene.name in screen and "hits" not in screen
+
+
+def test_metrics_of_it(scene: Scene) -> None:
+    if scene.kind == "copy":
+        return
+    with prompt():
+        code, out, _ = run("metrics", scene.name)
+    state = {"poisoned": "poisoned", "garbage": "unreadable", "half-made": "unreadable"}.get(scene.kind, "ready")
+    assert code == 0 and f'shmcache_state{{segment="{scene.name}",state="{state}"}} 1.0' in out
 
 
 def test_verify_takes_the_lock_only_where_somebody_could_hold_it(scene: Scene) -> None:
