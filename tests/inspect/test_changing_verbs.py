@@ -130,7 +130,7 @@ def test_unlink_of_what_is_no_segment_needs_force(scrap: str, fork: Any) -> None
     assert not list(scenes.SHM.glob(f"shmcache.{scrap}*"))
 
 
-@pytest.mark.parametrize("verb", CHANGING[1:3], ids=" ".join)
+@pytest.mark.parametrize("verb", CHANGING[2:3], ids=" ".join)
 def test_a_stopped_lock_holder_costs_two_seconds_and_says_who(scrap: str, fork: Any, verb: list[str]) -> None:
     scene = scenes.stopped(scrap, fork)
     with scenes.prompt():

@@ -211,7 +211,7 @@ def test_stats_watch_and_diff(name: str, tmp_path: Path) -> None:
 KEYS = st.one_of(st.binary(max_size=64), st.text(max_size=16), st.integers(-(2**500), 2**500))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(KEYS)
 def test_the_text_of_a_key_is_read_back(key: Any) -> None:
     raw = encode(key)
