@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,17 @@ def test_it_is_installed_beside_the_interpreter() -> None:
 
 
 def test_it_starts_in_under_150_ms() -> None:
-    """The best of several: what it needs, not what else the machine does."""
+    """Of a processor's time, in the best of several: it waits for nothing, and what else runs here does not count."""
+
+    def used() -> float:
+        r = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return r.ru_utime + r.ru_stime
+
     best = 10.0
     for _ in range(15):
-        begin = time.perf_counter()
+        begin = used()
         assert program("--help").returncode == 0
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, used() - begin)
         if best < 0.15:
             return
     raise AssertionError(f"{best:.3f} s")
