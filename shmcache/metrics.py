@@ -10,6 +10,7 @@ ranks of a host share is told by the first of them, so that sums over ranks are 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from ._metric_names import BYTES, COUNTERS, COUNTS, LOCK_COUNTERS, LONGEST_HOLD
 from .errors import ShmCacheError
 
 if TYPE_CHECKING:
@@ -78,41 +80,20 @@ def _counter(name: str, text: str, labels: dict[str, str], value: float) -> Metr
     return family
 
 
-_COUNTERS = {
-    "hits": "Keys found by lookups and gets",
-    "misses": "Keys not found by lookups and gets",
-    "stores": "Chunks that became complete",
-    "duplicates": "Puts whose part was there already",
-    "evictions": "Chunks evicted",
-    "eviction_failures": "Allocations that found nothing to evict",
-    "aborts": "Blocks given up before they were published",
-    "reaps": "Dead attachments cleared away",
-    "waits": "Waits for memory or for a publication",
-    "leases_ended": "Pins that ended with their lease",
-    "holds_full": "Holds refused because their table was full",
-}
-
-
 def segment_metrics(name: str, stats: Stats) -> Iterator[Metric]:
-    """The `shmcache_*` families of one segment."""
+    """The `shmcache_*` families of one segment, under the names that `shmcache-inspect metrics` uses."""
     labels = {"segment": name}
-    for field, text in _COUNTERS.items():
+    for field, text in COUNTERS.items():
         yield _counter(f"shmcache_{field}", text, labels, getattr(stats, field))
-    kinds = GaugeMetricFamily("shmcache_bytes", "Bytes of the arena, by kind", labels=["segment", "kind"])
-    for kind in ("capacity", "ready", "used", "free", "largest_free", "evictable", "pinned"):
-        kinds.add_metric([name, kind], getattr(stats.bytes, kind))
-    yield kinds
-    counts = GaugeMetricFamily("shmcache_entries", "Entries of the tables, by kind", labels=["segment", "kind"])
-    for kind in ("chunks", "complete", "parts", "blocks", "holds", "attachments", "namespaces"):
-        counts.add_metric([name, kind], getattr(stats.counts, kind))
-    yield counts
-    for field, text in (
-        ("acquisitions", "Times the lock was taken"),
-        ("contended", "Times it was waited for"),
-        ("recoveries", "Times its holder had died"),
-    ):
+    for field, text in LOCK_COUNTERS.items():
         yield _counter(f"shmcache_lock_{field}", text, labels, getattr(stats.lock, field))
-    yield _gauge("shmcache_lock_max_hold_seconds", "Longest timed hold", labels, stats.lock.max_hold_ns / 1e9)
+    yield _gauge("shmcache_lock_max_hold_seconds", LONGEST_HOLD, labels, stats.lock.max_hold_ns / 1e9)
+    for family, text, row in (("bytes", BYTES, stats.bytes), ("entries", COUNTS, stats.counts)):
+        kinds = GaugeMetricFamily(f"shmcache_{family}", text, labels=["segment", "kind"])
+        for kind, value in dataclasses.asdict(row).items():
+            if kind != "attachments":
+                kinds.add_metric([name, kind], value)
+        yield kinds
 
 
 def _backend_metrics(backend: SharedCPUBackend, stats: Stats) -> Iterator[Metric]:
