@@ -152,10 +152,11 @@ class Worker:
                 assert self.kv.unpin(key)
 
     def fresh(self, key: int, part: int) -> tuple[Any, int]:
+        """An object with bytes of its own, or None where a small arena is full of what is held."""
         tag = next(self.tags)
         obj = self.kv.allocate(size_of(tag))
-        assert obj is not None, "there is room"
-        write(obj, key, part, tag)
+        if obj is not None:
+            write(obj, key, part, tag)
         return obj, tag
 
     def keep(self, obj: Any, key: int, part: int, tag: int) -> None:
@@ -168,6 +169,8 @@ class Worker:
 
     def put(self, key: int, part: int, chance: float) -> None:
         obj, tag = self.fresh(key, part)
+        if obj is None:
+            return
         at = self.notes.begin(PUT, key, part, tag)
         stored = self.kv.put(key, obj, part=part)
         self.notes.end(at, int(stored))
@@ -176,6 +179,11 @@ class Worker:
     def put_many(self, key: int, part: int, chance: float) -> None:
         run = [(key + i) % self.keys for i in range(2)]
         made = [self.fresh(k, part) for k in run]
+        if any(obj is None for obj, _ in made):
+            for obj, _ in made:
+                if obj is not None:
+                    obj.release()
+            return
         at = [self.notes.begin(PUT, k, part, tag) for k, (_, tag) in zip(run, made, strict=True)]
         stored = self.kv.put_many(run, [obj for obj, _ in made], part=part)
         for a, yes in zip(at, stored, strict=True):
@@ -257,8 +265,9 @@ class Worker:
         elif r.state == "PUBLISHED":
             self.notes.end(at, read(r.obj, key, part))
             r.release()
+        elif r.state == "FULL":
+            self.notes.end(at, Notes.VOID)
         else:
-            assert r.state == "PENDING", r.state
             self.notes.end(at, PENDING)
             at = self.notes.begin(GET, key, part)
             obj = r.wait(0.002)
