@@ -5,6 +5,7 @@
  *   create                _create.py create_segment, _fill; core/format.c shmc_format
  *   settle                _segment.py _settle; core/format.c shmc_validate
  *   claim, presence       _segment.py _claim; _handshake.py Presence.take
+ *   takeover              _segment.py _settle_namespaces; core/format.c shmc_takeover
  *   remove                _create.py remove_segment, _remove_regions
  *   leave, unlink         _segment.py disconnect and _remove_if_alone; unlink and _check_removable
  *
@@ -12,8 +13,10 @@
  * by their generation's number. Openers create or attach, use the segment and leave it; unlinkers remove
  * it when nobody is attached. Each may die at any step (DEATHS in all) or stop for ever (STOPS): then
  * its locks end, or do not. -DEPHEMERAL: who leaves last removes the segment. -DFORCED=1: unlinkers ask nobody.
+ * -DNAMESPACES: openers are of two pid namespaces, in each of which the other's lock and slots mean nothing.
  * Shown: at most one generation is ever ready under the name, and who is attached is attached to it; a
- * segment that is ready has its regions; nobody's segment is removed under him; whatever is left
+ * segment that is ready has its regions; lock and slots are of the namespace of all who are attached;
+ * nobody's segment is removed under him; whatever is left
  * behind is found by its name, and the next one makes do with it; everybody ends.
  */
 #ifndef OPENERS
@@ -47,7 +50,15 @@ byte users, deaths, stops, ended;
 
 #define STEP(x) atomic { if :: x :: deaths < DEATHS -> deaths++; goto dies :: stops < STOPS -> stops++; goto stopped fi }
 #define BIT(i) (1 << (i))
-#define IS_GENERATION(i) (name == i && state[i] == READY && (regions & BIT(i)))
+#ifdef NAMESPACES
+#define MY_NS (me & 1)
+byte ns[INODES], lock_ns[INODES];       /* as the header says; whose thread ids the lock is made for */
+byte slots_ns[INODES] = NOBODY;         /* whose pids the attachment table has */
+#define NS_IS_MINE(i) (ns[i] == MY_NS && lock_ns[i] == MY_NS && slots_ns[i] == MY_NS)
+#else
+#define NS_IS_MINE(i) true
+#endif
+#define IS_GENERATION(i) (name == i && state[i] == READY && (regions & BIT(i)) && NS_IS_MINE(i))
 
 /* ino: the file that was opened and locked, and that still has the name. 0: there is none. */
 inline acquire(creates) {
@@ -96,9 +107,36 @@ inline remove() {
 #endif
 }
 
+inline takeover() {
+#ifdef NAMESPACES
+    if
+    :: ns[ino] == MY_NS
+#ifdef BUG_TAKEOVER_UNPROVEN
+    :: ns[ino] != MY_NS ->
+#else
+    :: ns[ino] != MY_NS && presence[ino] != 0 -> let_go(); ino = 0; goto done     /* SegmentMismatchError */
+    :: ns[ino] != MY_NS && presence[ino] == 0 ->
+#endif
+#ifdef BUG_NAMESPACE_FIRST
+        STEP(ns[ino] = MY_NS);
+#else
+        STEP(ns[ino] = NOBODY);         /* who comes after a death in here takes over again */
+#endif
+        STEP(lock_ns[ino] = MY_NS);
+        STEP(slots_ns[ino] = NOBODY);
+        STEP(ns[ino] = MY_NS)
+    fi
+#else
+    skip
+#endif
+}
+
 inline create() {
     STEP(regions = 0);
     STEP(state[ino] = PARTIAL);
+#ifdef NAMESPACES
+    STEP(ns[ino] = MY_NS; lock_ns[ino] = MY_NS);
+#endif
 #ifdef BUG_READY_TOO_EARLY
     STEP(state[ino] = READY);
     STEP(regions = regions | BIT(ino))
@@ -126,10 +164,10 @@ proctype opener(byte me) {
 #ifdef EPHEMERAL
             if
             :: presence[ino] == 0 -> remove(); let_go()
-            :: else -> break
+            :: else -> takeover(); break
             fi
 #else
-            break
+            takeover(); break
 #endif
        fi
     od;
@@ -139,6 +177,9 @@ proctype opener(byte me) {
     STEP(assert(IS_GENERATION(ino)));
 #else
     STEP(presence[ino]++; attached = true; users++);
+#ifdef NAMESPACES
+    STEP(if :: slots_ns[ino] == NOBODY -> slots_ns[ino] = MY_NS :: else fi);
+#endif
     STEP(assert(IS_GENERATION(ino)));           /* the slot is claimed */
     let_go();
 #endif

@@ -38,8 +38,9 @@ HOLDS = [
     "handshake OPENERS=3 STOPS=1",
     "handshake UNLINKERS=2 FORCED=1 STOPS=1",
     "handshake EPHEMERAL STOPS=1",
+    "handshake NAMESPACES STOPS=1",
 ]
-HOLDS_LONGER = ["reap_quarantine WRONG_JUDGEMENT DEATHS=2"]
+HOLDS_LONGER = ["reap_quarantine WRONG_JUDGEMENT DEATHS=2", "handshake NAMESPACES OPENERS=3 STOPS=1"]
 
 ASSERTION, STUCK, FOR_EVER = "assertion violated", "invalid end state", "acceptance cycle"
 FAULTS = {
@@ -68,10 +69,12 @@ FAULTS = {
     "handshake BUG_CONTROL_FILE_FIRST": ASSERTION,
     "handshake BUG_LAST_ONE_DOES_NOT_LOOK EPHEMERAL": ASSERTION,
     "handshake BUG_NAME_NOT_COMPARED": ASSERTION,
+    "handshake BUG_NAMESPACE_FIRST NAMESPACES": ASSERTION,
     "handshake BUG_PRESENCE_AFTER_HANDSHAKE": ASSERTION,
     "handshake BUG_READY_TOO_EARLY": ASSERTION,
     "handshake BUG_REMOVAL_IS_NOT_NOTED": ASSERTION,
     "handshake BUG_STUB_IS_TAKEN_FOR_READY": ASSERTION,
+    "handshake BUG_TAKEOVER_UNPROVEN NAMESPACES": ASSERTION,
     "handshake BUG_WAITS_FOR_EVER DEATHS=0 STOPS=1": STUCK,
 }
 
