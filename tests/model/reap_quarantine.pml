@@ -6,7 +6,8 @@
  *   publish, abort        core/chunks.c publish; let_go of a write hold
  *   fence                 core/attach.h slot_mine, asked by every locked call
  *   reap_slot             api.c reap_slot: peek, judge; then under the lock:
- *   condemn, drop_one     core/attach.c slot_condemn, slot_empty_step; also shmc_detach's of its own slot
+ *   condemn, drop_one     core/attach.c slot_condemn, slot_empty_step; also of its own slot: api.c shmc_detach
+ *   note_leaving          api.c note_leaving
  *   os[p]                 what os/linux.c shmc_liveness says of a process: alive, exec'ed or dying, gone
  *
  * Other transactions are single steps here: lock_journal.pml shows that they may be. A process may die
@@ -19,7 +20,7 @@
  * taken for dead: then it harms nobody.
  */
 #ifndef DEATHS
-#define DEATHS 3
+#define DEATHS 2
 #endif
 #define SLOTS 2
 #define NONE 9
@@ -34,6 +35,7 @@ bool lied;
 byte lock = NONE, claiming;
 mtype state[SLOTS] = FREE;              /* the attachment table */
 byte gen[SLOTS], who[SLOTS];            /* who: pid and start time, which are compared together */
+byte leaving[SLOTS];                    /* the generation whose owner closed it and could not get the lock */
 bool hold[SLOTS], write[SLOTS];         /* its hold on the published, or on the unpublished block */
 mtype block = FREE;
 byte version;                           /* moves when the block is given to a writer */
@@ -109,6 +111,15 @@ inline drop_one(i) {
     fi
 }
 
+/* Only ever forward: the slot may be another's by now, who has left too. */
+inline note_leaving(i) {
+#ifdef BUG_NOTE_GOES_BACK
+    leaving[i] = mygen
+#else
+    atomic { leaving[i] = (leaving[i] < mygen -> mygen : leaving[i]) }
+#endif
+}
+
 /* One slot as others see it: what is read without the lock may be half done. */
 inline reap_slot(i) {
     atomic { st = state[i]; g = gen[i] };
@@ -116,7 +127,11 @@ inline reap_slot(i) {
     :: st != FREE ->
         atomic {
             w = who[i];
-            judged = (st == REAPING -> GONE : os[w]);
+#ifdef BUG_LEAVING_OF_ANY_TIME
+            judged = (st == REAPING || leaving[i] -> GONE : os[w]);
+#else
+            judged = (st == REAPING || leaving[i] == g -> GONE : os[w]);
+#endif
 #ifdef BUG_NO_QUARANTINE
             judged = (judged == EXECED -> GONE : judged);
 #endif
@@ -161,7 +176,7 @@ proctype worker(byte me; bool reaps) {
         if
         :: dma[me] = false; TX(FENCED(s, publish(s)));      /* a put comes after the copy that writes */
             atomic { assert(!LIVES_AS(s, mygen) || (block == PUBLISHED && version == v)) };    /* it reads */
-            TX(FENCED(s, hold[s] = false))
+            if :: TX(FENCED(s, hold[s] = false)) :: me == 0 fi      /* or left to shmc_detach */
         :: dma[me] = false; TX(FENCED(s, let_go_write(s)))
         MAY_DIE
         fi
@@ -171,6 +186,7 @@ proctype worker(byte me; bool reaps) {
     atomic { judged = GONE; g = mygen; w = me; more = true };
     do
     :: more -> TX(condemn(s); if :: more -> drop_one(s) :: else fi)
+    :: more -> note_leaving(s); goto done       /* LockTimeoutError: whoever reaps next does the rest */
     :: !more -> break
     od;
     goto done;

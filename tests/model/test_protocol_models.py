@@ -30,7 +30,7 @@ needs_spin = pytest.mark.skipif(
 HOLDS = [
     "lock_journal",
     "reap_quarantine",
-    "reap_quarantine WRONG_JUDGEMENT DEATHS=1",
+    "reap_quarantine WRONG_JUDGEMENT DEATHS=0",
     "waiting DEATHS=0 NO_SLICE",
     "waiting LIVENESS",
     "waiting LIVENESS STOPS=1 SLICES=2",
@@ -40,7 +40,11 @@ HOLDS = [
     "handshake EPHEMERAL STOPS=1",
     "handshake NAMESPACES STOPS=1",
 ]
-HOLDS_LONGER = ["reap_quarantine WRONG_JUDGEMENT DEATHS=2", "handshake NAMESPACES OPENERS=3 STOPS=1"]
+HOLDS_LONGER = [
+    "reap_quarantine DEATHS=3",
+    "reap_quarantine WRONG_JUDGEMENT DEATHS=1",
+    "handshake NAMESPACES OPENERS=3 STOPS=1",
+]
 
 ASSERTION, STUCK, FOR_EVER = "assertion violated", "invalid end state", "acceptance cycle"
 FAULTS = {
@@ -54,10 +58,12 @@ FAULTS = {
     "lock_journal BUG_SEQ_STAYS_EVEN": ASSERTION,
     "lock_journal BUG_STEAL": ASSERTION,
     "lock_journal BUG_STORE_BEFORE_COUNT": ASSERTION,
-    "reap_quarantine BUG_GENERATION_ALONE": ASSERTION,
+    "reap_quarantine BUG_GENERATION_ALONE DEATHS=1": ASSERTION,
     "reap_quarantine BUG_HALF_REAPED_IS_LEFT": ASSERTION,
+    "reap_quarantine BUG_LEAVING_OF_ANY_TIME DEATHS=0": ASSERTION,
     "reap_quarantine BUG_NO_FENCE WRONG_JUDGEMENT": ASSERTION,
     "reap_quarantine BUG_NO_QUARANTINE": ASSERTION,
+    "reap_quarantine BUG_NOTE_GOES_BACK DEATHS=0": ASSERTION,
     "reap_quarantine BUG_REAP_IN_RECOVERY": ASSERTION,
     "reap_quarantine BUG_SLOT_FIRST": ASSERTION,
     "waiting BUG_TICKET_OUTSIDE DEATHS=0 NO_SLICE": STUCK,
