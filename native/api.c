@@ -193,6 +193,14 @@ int shmc_attach(shmc *h, int32_t rank, const char *label)
     return __atomic_compare_exchange_n(&h->state, &fresh, HANDLE_OPEN, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? SHMC_OK : SHMC_E_CLOSED;
 }
 
+/* Whoever reaps next may finish it: the process lives, but its owner has left. Only ever forward: others may
+ * have finished it by now, and the slot's next owner may have left a note of its own. One turn a leaver. */
+static void note_leaving(struct slot *s, uint32_t gen)
+{
+    uint32_t seen = __atomic_load_n(&s->leaving, __ATOMIC_RELAXED);
+    while ((int32_t)(gen - seen) > 0 && !__atomic_compare_exchange_n(&s->leaving, &seen, gen, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+}
+
 int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped)
 {
     *dropped = 0;
@@ -210,8 +218,7 @@ int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped)
     while (more) {                                             /* batches: <= 64 holds each */
         rc = lock_and_fence(h, TX_REAP, h->lock_timeout_ns, false);
         if (rc) {
-            /* whoever reaps next may finish it: the process lives, but its owner has left */
-            __atomic_store_n(&h->core.slots[h->slot].leaving, h->slot_gen, __ATOMIC_RELEASE);
+            note_leaving(&h->core.slots[h->slot], h->slot_gen);
             return rc;
         }
         h->core.me = h->slot;

@@ -340,7 +340,7 @@ int shmc_pin(shmc *h, uint32_t ns, const shmc_keys *keys, uint64_t lease_ns, uin
     return finish(h, SHMC_OK);
 }
 
-int shmc_leading(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint32_t flags, uint64_t lease_ns, uint32_t *n)
+static int leading(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint32_t flags, uint64_t lease_ns, bool count, uint32_t *n)
 {
     struct core *c = &h->core;
     enum tx_op op = flags & SHMC_F_PIN ? TX_HOLD : TX_READ;
@@ -357,8 +357,13 @@ int shmc_leading(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint
         rc = breathe(h, op);
         if (rc) return give_up(h, rc);
     }
-    hits(c, ns, *n, keys->n - *n);
+    if (count) hits(c, ns, *n, keys->n - *n);
     return finish(h, SHMC_OK);
+}
+
+int shmc_leading(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint32_t flags, uint64_t lease_ns, uint32_t *n)
+{
+    return leading(h, ns, keys, part, flags, lease_ns, true, n);
 }
 
 /* The oldest pin by key that this attachment has on any version of the key. New versions stand
@@ -479,4 +484,25 @@ int shmc_contains_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, u
     uint8_t found = 0;
     int rc = shmc_contains(h, ns, ONE(key, klen, ktype), part, &found);
     return rc < 0 ? rc : found;
+}
+
+int shmc_pin_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part, uint64_t lease_ns)
+{
+    uint32_t n = 0;
+    int rc = leading(h, ns, ONE(key, klen, ktype), part, SHMC_F_PIN, lease_ns, false, &n);
+    return rc < 0 ? rc : (int)n;
+}
+
+int shmc_unpin_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype)
+{
+    uint8_t done = 0;
+    int rc = shmc_unpin(h, ns, ONE(key, klen, ktype), &done);
+    return rc < 0 ? rc : done;
+}
+
+int shmc_remove_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype)
+{
+    uint8_t done = 0;
+    int rc = shmc_remove(h, ns, ONE(key, klen, ktype), &done);
+    return rc < 0 ? rc : done;
 }

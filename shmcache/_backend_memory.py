@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _ALIGN = 4096
 _DEFAULT_SEGMENT = "lmcache"
+_MOST_LAYOUTS = 4096
 _log = logging.getLogger("shmcache")
 
 
@@ -43,6 +45,8 @@ class BackendMemory:
     memory_allocator: Any
     _pool: PooledAllocator
     _space: Namespace  # where objects are allocated
+    _layouts: dict[Any, Layout]  # by what `allocate` was asked for
+    _wait: float  # seconds of a busy loop
 
     # ---- the segment ---------------------------------------------------------------------------------
 
@@ -80,9 +84,7 @@ class BackendMemory:
         if metadata is not None:
             here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
         cache = _connect(self._segment_name(config), capacity, exact, options, here)
-        allocator = MixedMemoryAllocator(
-            cache.capacity, align_bytes=align, cache=cache, object_class=self.object_class
-        )
+        allocator = MixedMemoryAllocator(cache.capacity, align_bytes=align, cache=cache, object_class=self.object_class)
         if page:
             allocator.page_bytes = page
             pages = allocator.buffer[: cache.capacity // page * page]
@@ -139,17 +141,21 @@ class BackendMemory:
             return MemoryFormat.KV_2TD if self.enable_blending else MemoryFormat.KV_T2D
         return MemoryFormat.KV_2LTD
 
-    def _layout(self, shapes: Any, dtypes: Any, fmt: Any) -> Layout:
+    def _layout(self, shapes: Any, dtypes: Any, fmt: Any) -> Layout | None:
+        """None: it is a plain buffer, not of the segment."""
+        kind = self._format(fmt)
+        if getattr(kind, "value", None) == MemoryFormat.BINARY_BUFFER.value:
+            return None
         shape, dtype = as_given(shapes, dtypes)
         page = self.memory_allocator.page_bytes
-        return layout_of(shape, dtype, fmt) if page == 1 else layout_in_page(shape, dtype, fmt, page)
+        layout = layout_of(shape, dtype, kind) if page == 1 else layout_in_page(shape, dtype, kind, page)
+        with contextlib.suppress(TypeError):  # lists are not hashable
+            self._layouts[shapes, dtypes, fmt] = layout
+        if len(self._layouts) > _MOST_LAYOUTS:
+            self._layouts.clear()
+        return layout
 
-    def _timeout(self, eviction: bool, busy_loop: bool) -> float:
-        return float(self.config.blocking_timeout_secs) if eviction and busy_loop else 0.0
-
-    def allocate(
-        self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True
-    ) -> Any:
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True) -> Any:
         """Memory for one object, evicting chunks that nobody uses where needed.
 
         Parameters
@@ -174,17 +180,15 @@ class BackendMemory:
         ValueError
             an empty or negative size.
         """
-        fmt = self._format(fmt)
-        if getattr(fmt, "value", None) == MemoryFormat.BINARY_BUFFER.value:
-            return self.memory_allocator.allocate(shapes, dtypes, fmt)
-        if self.memory_allocator.page_bytes > 1:
-            found = self._take(self._layout(shapes, dtypes, fmt), 1, eviction, busy_loop)
-            return found[0] if found else None
-        shape, dtype = as_given(shapes, dtypes)
+        layout: Layout | None
         try:
-            return self._space.allocate(
-                shape, dtype, fmt=fmt, evict=eviction, timeout=self._timeout(eviction, busy_loop)
-            )
+            layout = self._layouts[shapes, dtypes, fmt]
+        except (KeyError, TypeError):
+            layout = self._layout(shapes, dtypes, fmt)
+        if layout is None:
+            return self.memory_allocator.allocate(shapes, dtypes, fmt)
+        try:
+            return self._space._allocate(layout, eviction, self._wait if eviction and busy_loop else 0.0)
         except errors.CapacityError as e:
             _log.warning("%s", e)
             return None
@@ -194,16 +198,14 @@ class BackendMemory:
         busy_loop: bool = True,
     ) -> list[Any] | None:  # fmt: skip
         """`batch_size` objects alike, all or none; see `allocate`. None also for a negative number."""
-        fmt = self._format(fmt)
-        if getattr(fmt, "value", None) == MemoryFormat.BINARY_BUFFER.value:
-            return self.memory_allocator.batched_allocate(shapes, dtypes, batch_size, fmt)
+        layout = self._layout(shapes, dtypes, fmt)
+        if layout is None:
+            buffers: list[Any] = self.memory_allocator.batched_allocate(shapes, dtypes, batch_size, fmt)
+            return buffers
         if batch_size <= 0:
             return [] if batch_size == 0 else None
-        return self._take(self._layout(shapes, dtypes, fmt), batch_size, eviction, busy_loop)
-
-    def _take(self, layout: Layout, n: int, eviction: bool, busy_loop: bool) -> list[Any] | None:
         try:
-            return take_memory(self._space, layout, n, eviction, self._timeout(eviction, busy_loop))
+            return take_memory(self._space, layout, batch_size, eviction, self._wait if eviction and busy_loop else 0.0)
         except errors.CapacityError as e:
             _log.warning("%s", e)
             return None
@@ -243,12 +245,13 @@ class BackendMemory:
             return obj
         if isinstance(obj, BytesBufferMemoryObj):
             source = torch.frombuffer(obj.byte_array, dtype=torch.uint8)
-            layout = self._layout(source.shape, source.dtype, MemoryFormat.BINARY_BUFFER)
+            layout = layout_of(source.shape, source.dtype, MemoryFormat.BINARY_BUFFER)
         else:
             source = obj.raw_tensor
             if source is None:
                 raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")
-            layout = self._layout(obj.get_shapes(), obj.get_dtypes(), obj.get_memory_format())
+            shape, dtype = as_given(obj.get_shapes(), obj.get_dtypes())
+            layout = layout_of(shape, dtype, obj.get_memory_format())
         found = take_memory(space, layout, 1, True, 0.0)
         if not found:
             return None

@@ -58,6 +58,7 @@ class Block:
     _part: Any  # shmc_part: where it is
     _keep: Any  # owns the memory of `_part`, when it is one of an array
     _layout: Layout | None
+    _more: Any
 
     def is_valid(self) -> bool:
         """Whether this object still holds its block, by a reference or a pin."""

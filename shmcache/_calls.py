@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._core import BYTES, ffi
-from ._keys import PackedKeys
+from ._keys import BYTES_TYPE, Key, PackedKeys, encode
 
 if TYPE_CHECKING:
     from .cache import SharedCache
@@ -41,6 +41,20 @@ class Calls:
         if not isinstance(part, int) or not 0 <= part < self.parts:
             raise ValueError(f"part is {part!r}: namespace {self.name!r} has parts 0 to {self.parts - 1}")
         return part
+
+    def _one(self, what: str, call: Any, key: Key, args: tuple[Any, ...] = ()) -> bool:
+        """A call for one key that answers 0 or 1."""
+        if type(key) is bytes:
+            kind, raw = BYTES_TYPE, key
+        else:
+            kind, raw = encode(key)
+        while True:
+            a = self.cache._attachment
+            rc = call(a.handle, self._index, raw, len(raw), kind, *args)
+            if rc >= 0:
+                return bool(rc)
+            encode(key)
+            a.recover(rc, what)
 
     def _flags(self, what: str, call: Any, packed: PackedKeys, args: tuple[Any, ...] = ()) -> list[bool]:
         """A call that answers with one byte for each key."""

@@ -152,9 +152,8 @@ class Finding(Calls):
         False when it is not complete; with `part`, when that part is absent. A pin is this
         attachment's own: nobody else can spend it.
         """
-        if part is not None:
-            return self.leading([key], part=part, pin=True) == 1
-        return self._flags("pin", lib.shmc_pin, pack([key]), (self._lease,))[0]
+        which = -1 if part is None else self._part(part)
+        return self._one("pin", lib.shmc_pin_one, key, (which, self._lease))
 
     def pin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`pin` of each key, in one call."""
@@ -165,7 +164,7 @@ class Finding(Calls):
 
         False, and nothing changes, when this attachment has none.
         """
-        return self._flags("unpin", lib.shmc_unpin, pack([key]))[0]
+        return self._one("unpin", lib.shmc_unpin_one, key)
 
     def unpin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`unpin` of each key, in one call."""
@@ -186,7 +185,7 @@ class Finding(Calls):
 
         Bytes live on while they are held.
         """
-        return self._flags("remove", lib.shmc_remove, pack([key]))[0]
+        return self._one("remove", lib.shmc_remove_one, key)
 
     def remove_many(self, keys: Iterable[Key]) -> list[bool]:
         """`remove` of each key, in one call."""

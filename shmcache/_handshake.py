@@ -58,7 +58,7 @@ class Handshake:
                 _check_owner(name, os.fstat(fd))
                 while not _shmfs.try_lock(fd, _shmfs.HANDSHAKE_BYTE, exclusive=True):
                     if time.monotonic() >= deadline:
-                        raise _timed_out(name, _noted_pid(fd))
+                        raise _timed_out(name, noted_pid(fd))
                     time.sleep(_POLL)
                 if names_inode(name, held.inode):
                     return held
@@ -200,7 +200,8 @@ def _own(fd: int) -> Any:
     return cell
 
 
-def _noted_pid(fd: int) -> int:
+def noted_pid(fd: int) -> int:
+    """Who wrote that it holds the handshake; 0: nobody."""
     raw = os.pread(fd, _PID.size, lib.shmc_handshake_pid_offset())
     return int(_PID.unpack(raw)[0]) if len(raw) == _PID.size else 0
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-import threading
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
+from . import _cudart
 from ._commit import in_thread
 from ._core import ffi, lib, log
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def host_memory(size: int, *, node: int | None = None, hugepages: bool = False) -> torch.Tensor:
+def host_memory(size: int, *, node: int | None = None, hugepages: bool = False, pin: bool = False) -> torch.Tensor:
     """`size` bytes of zeros as a flat uint8 tensor, which keeps them.
 
     Parameters
@@ -22,6 +23,8 @@ def host_memory(size: int, *, node: int | None = None, hugepages: bool = False) 
         NUMA node whose memory is preferred; its pages are then touched before return.
     hugepages
         ask for transparent huge pages; what comes of it is the kernel's.
+    pin
+        register it with CUDA. Where that cannot be it stays pageable, which is logged.
     """
     import torch
 
@@ -33,18 +36,52 @@ def host_memory(size: int, *, node: int | None = None, hugepages: bool = False) 
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as e:
             log.warning("no huge pages for %d bytes: %s", size, e.strerror)
+    address = int(ffi.cast("uintptr_t", ffi.from_buffer(memory)))
     if node is not None:
-        _touch_on(memory, size, node)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        _touch_on(address, size, node)
+    owner = _Owner(memory, address, _register(address, size) if pin else None)
+    # Whatever holds the buffer holds the memory, and the registration ends before it.
+    return torch.frombuffer(
+        ffi.buffer(ffi.gc(ffi.cast("uint8_t *", address), owner), size), dtype=torch.uint8
+    )  # fmt: skip
 
 
-def _touch_on(memory: mmap.mmap, size: int, node: int) -> None:
+def _touch_on(address: int, size: int, node: int) -> None:
     """The preference belongs to a thread, so one touches all pages and goes."""
-    address = ffi.cast("void *", ffi.cast("uintptr_t", ffi.from_buffer(memory)))
 
     def work() -> None:
         lib.shmc_numa_prefer(node)
-        lib.shmc_populate(address, size)
+        lib.shmc_populate(ffi.cast("void *", address), size)
 
-    thread: threading.Thread = in_thread(work, "place")
-    thread.join()
+    in_thread(work, "place").join()
+
+
+def _register(address: int, size: int) -> Any:
+    """The runtime that registered it; None, logged, when none did."""
+    try:
+        runtime = _cudart.find(True)
+        if runtime is None:
+            log.info("no CUDA device in this process: %d bytes stay pageable", size)
+            return None
+        code = runtime.register(address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        why = _cudart.describe(code) if code else ""
+    except (OSError, RuntimeError) as e:
+        why = str(e)
+    if why:
+        log.warning("pinning %d bytes failed: %s; copies from and to them are pageable", size, why)
+        return None
+    return runtime
+
+
+class _Owner:
+    """Keeps the memory, and ends its registration when the last view is gone."""
+
+    def __init__(self, memory: mmap.mmap, address: int, runtime: Any) -> None:
+        self._memory = memory
+        self._address = address
+        self._runtime = runtime
+        self._pid = os.getpid()
+
+    def __call__(self, _pointer: Any) -> None:
+        if self._runtime is not None and os.getpid() == self._pid:
+            self._runtime.unregister(self._address)

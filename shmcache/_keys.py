@@ -5,14 +5,15 @@ and the encodings are stored in segments and never change:
 
     1  bytes   as they are
     2  str     UTF-8
-    3  int     two's complement, big-endian, as few bytes as hold the sign
+    3  int     two's complement, big-endian: 8 bytes, or where these do not hold it, as few as do
 
-Joining a list costs more than looking its keys up, so the usual list (bytes of one length) is
-recognised without a Python-level loop, and `pack` keeps the result for several calls.
+Joining a list costs more than looking its keys up, so the usual lists (bytes of one length, ints of 64
+bits) are recognised without a Python-level loop, and `pack` keeps the result for several calls.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -23,6 +24,8 @@ Key: TypeAlias = bytes | str | int
 BYTES_TYPE = 1
 STR_TYPE = 2
 INT_TYPE = 3
+
+pack_int = struct.Struct(">q").pack  # struct.error: it needs more than 8 bytes
 
 _U32_ARRAY = ffi.typeof("uint32_t[]")
 
@@ -41,7 +44,11 @@ def encode(key: Key) -> tuple[int, bytes]:
     elif isinstance(key, str):
         kind, raw = STR_TYPE, key.encode()
     elif isinstance(key, int) and not isinstance(key, bool):
-        kind, raw = INT_TYPE, key.to_bytes(key.bit_length() // 8 + 1, "big", signed=True)
+        kind = INT_TYPE
+        try:
+            raw = pack_int(key)
+        except struct.error:
+            raw = key.to_bytes(key.bit_length() // 8 + 1, "big", signed=True)
     else:
         raise TypeError(f"a key is bytes, str or int, not {type(key).__name__}: {key!r}")
     if len(raw) > KEY_MAX:
@@ -91,9 +98,12 @@ class PackedKeys(Sequence[Key]):
         return self.n
 
     def __iter__(self) -> Iterator[Key]:
-        if self._ends is None and self.ktype == BYTES_TYPE and self.klen:
+        if self._ends is None and self.klen:
             data, k = self._data, self.klen
-            return iter([data[i : i + k] for i in range(0, self.n * k, k)])
+            if self.ktype == BYTES_TYPE:
+                return iter([data[i : i + k] for i in range(0, self.n * k, k)])
+            if self.ktype == INT_TYPE and k == 8:
+                return iter(struct.unpack(f">{self.n}q", data))
         return map(self._one, range(self.n))
 
     @overload
@@ -119,6 +129,11 @@ class PackedKeys(Sequence[Key]):
 
 
 def _pack_mixed(keys: Sequence[Key]) -> PackedKeys:
+    if set(map(type, keys)) == {int}:
+        try:
+            return PackedKeys(struct.pack(f">{len(keys)}q", *keys), len(keys), 8, INT_TYPE)
+        except struct.error:
+            pass  # some need more than 64 bits
     pairs = [encode(key) for key in keys]
     kinds = bytes([kind for kind, _ in pairs])
     data = b"".join([raw for _, raw in pairs])

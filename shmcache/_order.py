@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._core import NIL, U32, ffi, lib
-from ._keys import BYTES_TYPE, Key, decode
+from ._keys import BYTES_TYPE, INT_TYPE, Key, decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,6 +123,8 @@ def list_chunks(cache: SharedCache, namespace: int, published: int = 1) -> dict[
     klen = int(found["klen"][0])
     if klen and bool((found["klen"] == klen).all() and (found["ktype"] == BYTES_TYPE).all()):
         keys = np.ascontiguousarray(found["key"][:, :klen]).view(f"V{klen}").ravel().tolist()
+    elif klen == 8 and bool((found["klen"] == 8).all() and (found["ktype"] == INT_TYPE).all()):
+        keys = np.ascontiguousarray(found["key"][:, :8]).view(">i8").ravel().tolist()
     else:
         rows = zip(found["ktype"].tolist(), found["klen"].tolist(), found["key"], strict=True)
         keys = [decode(kind, row[:size].tobytes()) for kind, size, row in rows]
@@ -146,3 +148,14 @@ def next_victims(cache: SharedCache, n: int, hottest_first: bool) -> list[tuple[
         (int(row["ns"]), decode(int(row["ktype"]), row["key"][: row["klen"]].tobytes()))
         for row in found[: max(0, n)]
     ]  # fmt: skip
+
+
+def all_chunks(cache: SharedCache) -> list[tuple[int, int, Key]]:
+    """All chunks as (index of the namespace, published parts, key), coldest to hottest over all namespaces."""
+    records, _ = _copy_records(cache)
+    found = records[_cold_to_hot(records)]
+    names = ("ns", "published", "ktype", "klen")
+    rows = zip(*(found[name].tolist() for name in names), found["key"], strict=True)
+    chunks = [(ns, published, decode(kind, raw[:size].tobytes())) for ns, published, kind, size, raw in rows]
+    last = {(ns, encode(key)): i for i, (ns, _, key) in enumerate(chunks)}  # met twice when it was put again meanwhile
+    return [chunks[i] for i in sorted(last.values())]

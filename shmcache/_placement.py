@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._core import lib
-from ._keys import Key
+from ._core import PART, ffi, lib
+from ._keys import INT_TYPE, Key, pack_int
 from .errors import ConfigurationError
 from .keys import CacheEngineKey, LayerCacheEngineKey, dtype_from_name, dtype_name
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _SCHEMA = "lmcache/1"
 _TAG = "lmcache.tag."
+
+_contains_one = lib.shmc_contains_one
+_get_one = lib.shmc_get_one
+_new = ffi.new
 
 MakeKey = Callable[..., Any]
 
@@ -40,10 +45,11 @@ class _Any0(dict[int, int]):
 class Route:
     """One namespace, and which of its parts a worker's key means."""
 
-    __slots__ = ("bases", "facts", "layers", "space")
+    __slots__ = ("_cache", "_index", "bases", "facts", "layers", "space")
 
     def __init__(self, space: Namespace, facts: dict[str, Any]) -> None:
         self.space = space
+        self._cache, self._index = space.cache, space._index
         self.facts = facts
         self.layers: int = facts["layers"]  # 0: objects hold all layers
         step = self.layers or 1
@@ -61,18 +67,43 @@ class Route:
         layer: int = key.layer_id
         return part + layer if 0 <= layer < self.layers else -1
 
-    def keys(self, chunk: Key, parts: Iterable[int], make: Sequence[MakeKey]) -> Iterator[Any]:
-        """Keys of these parts of a chunk."""
+    def contains(self, chunk: Any, part: int) -> bool:
+        """`Namespace.contains` for the usual key, an int of 64 bits; part -1: all parts."""
+        try:
+            raw = pack_int(chunk)
+        except struct.error:
+            return self.space.contains(chunk, part=None if part < 0 else part)
+        rc: int = _contains_one(self._cache._attachment.handle, self._index, raw, 8, INT_TYPE, part)
+        return rc == 1 if rc >= 0 else self.space.contains(chunk, part=None if part < 0 else part)
+
+    def get(self, chunk: Any, part: int) -> Any:
+        """`Namespace.get` for the usual key, as above."""
+        a = self._cache._attachment
+        try:
+            raw = pack_int(chunk)
+            hold = a.holds.pop()
+        except (struct.error, IndexError):
+            return self.space.get(chunk, part=part)
+        where = _new(PART)
+        rc = _get_one(a.handle, self._index, raw, 8, INT_TYPE, part, hold[1], where)
+        if where.published:
+            return self.space._make(a, self.space, [hold], where)
+        if rc < 0:
+            return self.space.get(chunk, part=part)
+        a.holds.append(hold)
+        return None
+
+    def keys(self, chunks: Iterable[Key], parts: Iterable[int], make: Sequence[MakeKey]) -> list[Any]:
+        """Keys of these parts of some chunks, chunk by chunk."""
         f = self.facts
+        model, world, first = f["model"], f["world"], f["first"]
         dtype = dtype_from_name(f["dtype"])
         tags = {_TAG + name: value for name, value in f["tags"]} or None
-        step = self.layers or 1
-        for part in parts:
-            worker = f["first"] + part // step
-            if self.layers:
-                yield make[1](f["model"], f["world"], worker, chunk, dtype, tags, part % step)
-            else:
-                yield make[0](f["model"], f["world"], worker, chunk, dtype, tags)
+        if self.layers:
+            places = [(first + part // self.layers, part % self.layers) for part in parts]
+            return [make[1](model, world, w, c, dtype, tags, layer) for c in chunks for w, layer in places]
+        workers = [first + part for part in parts]
+        return [make[0](model, world, w, c, dtype, tags) for c in chunks for w in workers]
 
 
 class Placement:
@@ -92,9 +123,7 @@ class Placement:
         seconds of pins.
     """
 
-    def __init__(
-        self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None
-    ) -> None:
+    def __init__(self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None) -> None:
         self.make: list[MakeKey] = [CacheEngineKey, LayerCacheEngineKey]  # classes of keys to give back
         self._pool = pool
         self._metadata = metadata
@@ -116,25 +145,27 @@ class Placement:
         if m is None:
             return None
         kind = LayerCacheEngineKey if self._layers else CacheEngineKey
-        return self.find(kind(m.model_name, m.world_size, m.worker_id, 0, m.kv_dtype), create=True)
+        return self.make_way(kind(m.model_name, m.world_size, m.worker_id, 0, m.kv_dtype))
 
-    def find(self, key: Any, create: bool = False) -> Route | None:
-        """The route of a key. None when its namespace is not there, and not to be made."""
+    def find(self, key: Any) -> Route | None:
+        """The route of a key; None when its namespace is not there yet."""
+        route = self.routes.get(self.identity(key))
+        if route is None:
+            name = _name_of(self._facts(key))
+            if name in self._by_name or any(info.name == name for info in self._pool.cache.namespaces()):
+                route = self.make_way(key)
+        return route
+
+    def make_way(self, key: Any) -> Route:
+        """The route of a key; its namespace is made where need be. OutOfSharedMemoryError: there are too many."""
         who = self.identity(key)
         route = self.routes.get(who)
         if route is None:
             facts = self._facts(key)
-            route = self._by_name.get(name := _name_of(facts))
-            if route is None:
-                if not create and not self._is_there(name):
-                    return None
-                route = self._open(name, facts)
-            self.routes[who] = route
+            name = _name_of(facts)
+            route = self.routes[who] = self._by_name.get(name) or self._open(name, facts)
             self.make[hasattr(key, "layer_id")] = type(key)
         return route
-
-    def _is_there(self, name: str) -> bool:
-        return any(info.name == name for info in self._pool.cache.namespaces())
 
     def _open(self, name: str, facts: dict[str, Any]) -> Route:
         parts = (1 if facts["mla"] else facts["ranks"]) * (facts["layers"] or 1)
@@ -204,7 +235,7 @@ class Placement:
     def keys_of(self, index: int, chunk: Key) -> list[Any]:
         """This rank's keys of a chunk of the namespace at `index`; none when it is not this model's."""
         route = self._by_index.get(index)
-        return [] if route is None else list(route.keys(chunk, self.parts(route), self.make))
+        return [] if route is None else route.keys((chunk,), self.parts(route), self.make)
 
 
 def _name_of(facts: dict[str, Any]) -> str:

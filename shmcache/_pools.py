@@ -1,17 +1,17 @@
 """Allocators over one pool of memory: LMCache's memory interface on the one C allocator.
 
-    MemoryAllocatorInterface
-    PooledAllocator            whatever a cache (a segment, or private memory) can allocate
-    TensorMemoryAllocator      a tensor that the caller gives
-    PagedTensorMemoryAllocator the same in pages of one size
-    BufferAllocator            plain bytes beside any pool
+MemoryAllocatorInterface
+PooledAllocator            whatever a cache (a segment, or private memory) can allocate
+TensorMemoryAllocator      a tensor that the caller gives
+PagedTensorMemoryAllocator the same in pages of one size
+BufferAllocator            plain bytes beside any pool
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from . import errors
 from ._core import log
@@ -39,6 +39,7 @@ _PAGE_UNIT = 64  # the C allocator counts a page as so many bytes
 class MemoryAllocatorInterface(abc.ABC):
     """What every allocator offers; the names are LMCache's, of all its versions."""
 
+    pool: PooledAllocator | None = None  # where a backend can keep chunks
     page_bytes = 1  # `metadata.address` counts in these: bytes, or pages
 
     @abc.abstractmethod
@@ -82,7 +83,7 @@ class MemoryAllocatorInterface(abc.ABC):
         """Whether the books are sound: extents and gaps tile the memory, nothing is owned twice."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Nothing more is allocated. Views stay mapped until the last one is gone."""
 
     def __str__(self) -> str:
@@ -143,6 +144,7 @@ class PooledAllocator(MemoryAllocatorInterface):
         self._object_class = object_class
         self.align_bytes = int(cache._attached().mapping.geometry.align)
         self.owner = owner or self  # what objects name as their parent
+        self.pool = self
         self._scratch = self.namespace(_SCRATCH, 1)
 
     def namespace(self, name: str, parts: int, descriptor: object = None, lease: float | None = None) -> Namespace:
@@ -167,10 +169,9 @@ class PooledAllocator(MemoryAllocatorInterface):
         """See the interface. ValueError for an empty or negative size."""
         shape, dtype = self._layout(shapes, dtypes, fmt)
         try:
-            obj: Any = self._scratch.allocate(shape, dtype, fmt=fmt, evict=False)
+            return cast("TensorMemoryObj | None", self._scratch.allocate(shape, dtype, fmt=fmt, evict=False))
         except errors.CapacityError:
             return None  # it can never fit; who evicts asks `Namespace.allocate`
-        return obj
 
     def batched_allocate(
         self, shapes: Any, dtypes: Any, batch_size: int, fmt: MemoryFormat = MemoryFormat.KV_2LTD,
@@ -277,6 +278,7 @@ class PagedTensorMemoryAllocator(PooledAllocator):
             raise ValueError(f"a buffer of {tensor.nbytes} bytes is not a multiple of pages of {page} bytes")
         heap = PrivateCache(tensor, align=_PAGE_UNIT, name="pages", page_bytes=page)
         super().__init__(heap, owner)
+        self.pool = None  # what the tables say of a page is not its size
         self.shapes, self.dtypes, self.fmt = shapes, dtypes, fmt
         self.align_bytes = self.page_bytes = self.owner.page_bytes = page
         self.buffer: torch.Tensor = heap._attached().arena().flat
@@ -317,12 +319,14 @@ class PagedTensorMemoryAllocator(PooledAllocator):
 
     @property
     def size(self) -> int:
-        return self.buffer_size
+        """Bytes of all pages."""
+        return int(self.buffer_size)
 
     @property
     def total_allocated_size(self) -> int:
         """Bytes of pages in use."""
-        return super().total_allocated_size // _PAGE_UNIT * self.align_bytes
+        pages: int = self.cache.stats().bytes.used // _PAGE_UNIT
+        return pages * self.align_bytes
 
     def close(self) -> None:
         """Give the tensor back; views of it stay."""

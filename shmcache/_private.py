@@ -58,7 +58,7 @@ class _Unpinned:
         return False
 
     def __str__(self) -> str:
-        return "off"
+        return "off (private memory)"
 
 
 class _Mapping:

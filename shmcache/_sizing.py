@@ -61,7 +61,7 @@ def _of_current_device() -> NUMAMapping | None:
 
     try:
         device = torch.cuda.current_device()
-        p = torch.cuda.get_device_properties(device)
+        p: Any = torch.cuda.get_device_properties(device)
         bus = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
         with open(f"/sys/bus/pci/devices/{bus}/numa_node", encoding="ascii") as f:
             node = int(f.read())
@@ -137,7 +137,7 @@ def effective_gib(configured: float, config: Any, metadata: Any) -> float:
     if available <= 0:
         _log.warning("using the configured size of %.2f GiB", configured)
         return configured
-    effective = min(configured, max(0.0, available - config.reserve_local_cpu_size))
+    effective: float = min(configured, max(0.0, available - config.reserve_local_cpu_size))
     if effective <= 0:
         raise ConfigurationError(
             f"reserve_local_cpu_size is {config.reserve_local_cpu_size} GiB and {available:.2f} GiB are available: "

@@ -12,7 +12,7 @@ from ._calls import Calls
 from ._core import BYTES, NULL, OWNERS, PART, ffi, lib
 from ._defer import EventLike
 from ._keys import BYTES_TYPE, Key, PackedKeys, encode, pack
-from ._meta import layout_of
+from ._meta import Layout, layout_of
 from ._pending import PendingPut
 from .memory import MemoryObj
 
@@ -59,7 +59,9 @@ class Storing(Calls):
         CapacityError
             it could never fit; nothing was evicted.
         """
-        layout = layout_of(shape, dtype, fmt)
+        return self._allocate(layout_of(shape, dtype, fmt), evict, timeout)
+
+    def _allocate(self, layout: Layout, evict: bool, timeout: float | None) -> MemoryObj | None:
         a = self.cache._attachment
         try:
             hold = a.holds.pop()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _open
 from ._addresses import AddressManager
+from ._auto import AUTO
 from ._dtypes import UINT8
 from ._formats import MemoryFormat, MemoryObjMetadata
 from ._host_memory import host_memory
@@ -97,6 +98,7 @@ class _Wrapped(MemoryAllocatorInterface):
             self.allocator = PagedTensorMemoryAllocator(memory, shapes, dtypes, fmt, owner=self)
         else:
             self.allocator = TensorMemoryAllocator(memory, align_bytes, owner=self)
+        self.pool = self.allocator.pool
         self.tensor = self.buffer = memory
         self.align_bytes = self.allocator.align_bytes
         self.size = memory.nbytes
@@ -147,13 +149,13 @@ class HostMemoryAllocator(_Wrapped):
 
 
 class PinMemoryAllocator(_Wrapped):
-    """Memory of the host that is registered with CUDA where there is one; else pageable, said once."""
+    """Memory of the host that is registered with CUDA where there is a device; else pageable, which is logged."""
 
     def __init__(
         self, size: int, use_paging: bool = False, *, shapes: Any = None, dtypes: Any = None, fmt: Any = None,
         align_bytes: int = _ALIGN, numa_mapping: Any = None,
     ) -> None:  # fmt: skip
-        memory = host_memory(size, node=node_of_mapping(numa_mapping))
+        memory = host_memory(size, node=node_of_mapping(numa_mapping), pin=True)
         super().__init__(memory, align_bytes, use_paging, shapes, dtypes, fmt)
 
 
@@ -244,10 +246,12 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         if cache is not None:
             self.pin_allocator = PooledAllocator(cache, self, object_class)
         else:
-            memory = host_memory(size, node=node_of_mapping(numa_mapping), hugepages=use_hugepages)
+            node = node_of_mapping(numa_mapping)
+            memory = host_memory(size, node=node, hugepages=use_hugepages, pin=True)
             wrapped = _Wrapped(memory, align_bytes, use_paging, shapes, dtypes, fmt)
             self.pin_allocator = wrapped.allocator
             self.pin_allocator._take_over(self)
+        self.pool = self.pin_allocator.pool
         self.cache = self.pin_allocator.cache
         self.align_bytes = self.pin_allocator.align_bytes
 
@@ -322,7 +326,7 @@ class PagedCpuGpuMemoryAllocator(MemoryAllocatorInterface):
         self, size: int, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, numa_mapping: Any = None
     ) -> None:
         """Make the host's pool of `size` bytes, a multiple of a page."""
-        memory = host_memory(size, node=node_of_mapping(numa_mapping))
+        memory = host_memory(size, node=node_of_mapping(numa_mapping), pin=True)
         self.cpu_allocator = PagedTensorMemoryAllocator(memory, shapes, dtypes, fmt, owner=self)
         self.align_bytes = self.cpu_allocator.align_bytes
 
@@ -386,14 +390,12 @@ class LazyMemoryAllocator(PooledAllocator):
         bytes committed before return, and at most.
     """
 
-    def __init__(
-        self, init_size: int, final_size: int, align_bytes: int = _ALIGN, numa_mapping: Any = None
-    ) -> None:
+    def __init__(self, init_size: int, final_size: int, align_bytes: int = _ALIGN, numa_mapping: Any = None) -> None:
         node = node_of_mapping(numa_mapping)
         capacity = final_size // align_bytes * align_bytes
         cache = _open.open(
             f"lazy-{os.getpid()}-{uuid.uuid4().hex[:8]}", capacity=capacity, align=align_bytes, lifetime="ephemeral",
-            prefault="lazy", **({} if node is None else {"numa": node}),
+            prefault="lazy", numa=AUTO if node is None else node,
         )  # fmt: skip
         super().__init__(cache)
         while cache.stats().bytes.ready < min(init_size, capacity):

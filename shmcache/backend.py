@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from . import _sizing, errors
+from ._backend_finding import BackendFinding
 from ._backend_memory import BackendMemory
 from ._core import U64, ffi, lib
 from ._objects import TensorMemoryObj
 from ._order import list_chunks
 from ._placement import Placement, Route
-from ._pools import PagedTensorMemoryAllocator
 from ._requests import RequestKeys
 from .messages import SegmentMessages
 from .metrics import Lifespans, register
@@ -57,7 +57,7 @@ class HotCache(Mapping[Any, TensorMemoryObj]):
         return self._backend._placement.count()
 
 
-class SharedCPUBackend(BackendMemory):
+class SharedCPUBackend(BackendMemory, BackendFinding):
     """See the module.
 
     Parameters
@@ -105,13 +105,13 @@ class SharedCPUBackend(BackendMemory):
         self.use_hot = bool(config.local_cpu)
         self.layerwise = bool(config.use_layerwise)
         self.enable_blending = bool(config.enable_blending)
+        self._layouts = {}
+        self._wait = float(config.blocking_timeout_secs)
         self.memory_allocator = memory_allocator or self.initialize_allocator(config, metadata)
-        pool = getattr(self.memory_allocator, "pin_allocator", None) or self.memory_allocator
-        if getattr(pool, "cache", None) is None:
-            raise TypeError(f"memory_allocator is {memory_allocator!r}: the backend needs one of one pool of shmcache's")
-        self._pool = getattr(pool, "allocator", pool)
-        if isinstance(self._pool, PagedTensorMemoryAllocator):
-            raise TypeError("memory_allocator is of pages: the backend makes its own, of a segment, with enable_p2p")
+        pool = getattr(self.memory_allocator, "pool", None)
+        if pool is None:
+            raise TypeError(f"memory_allocator is {memory_allocator!r}: it is one of shmcache's, not private and paged")
+        self._pool = pool
         one_copy = _sizing.one_copy(config, metadata)
         self._placement = Placement(
             self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None
@@ -158,115 +158,11 @@ class SharedCPUBackend(BackendMemory):
         lib.shmc_pins_read(a.base, a.size, lib.shmc_slot_of(a.handle), own, every)
         return int(own[0]), int(every[0])
 
-    # ---- where a key lies ---------------------------------------------------------------------------
-
-    def _find(self, key: Any) -> tuple[Route | None, int]:
-        """Route and part of a key; no route when nothing can be stored under it yet."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            route = self._placement.find(key)
-            if route is None:
-                return None, -1
-        part = route.part(key)
-        return (route, part) if part >= 0 else (None, -1)
-
-    def _find_all(self, keys: Sequence[Any]) -> tuple[Route | None, int]:
-        """The same when all keys agree in both, as those of one request of one rank (and layer) do."""
-        if not keys:
-            return None, -1
-        first = keys[0]
-        kind, worker, dtype, tags, model = type(first), first.worker_id, first.dtype, first.tags, first.model_name
-        layer = getattr(first, "layer_id", None)
-        for key in keys:
-            if (
-                type(key) is not kind
-                or key.worker_id != worker
-                or key.model_name != model
-                or key.dtype != dtype
-                or key.tags != tags
-                or (layer is not None and key.layer_id != layer)
-            ):
-                return None, -1
-        return self._find(first)
-
-    def _which(self, part: int) -> int | None:
-        """What has to be there: the part, or with rank agreement all parts."""
-        return None if self._agree else part
-
-    # ---- looking ------------------------------------------------------------------------------------
-
-    def _has(self, key: Any) -> bool:
-        route, part = self._find(key)
-        return route is not None and route.space.contains(key.chunk_hash, part=part)
-
-    def contains(self, key: Any, pin: bool = False) -> bool:
-        """Whether the key's part is stored. With `pin` it is pinned, and noted for `touch_cache`."""
-        route, part = self._find(key)
-        if route is None:
-            return False
-        if not pin:
-            return route.space.contains(key.chunk_hash, part=None if self._agree else part)
-        if route.space.leading([key.chunk_hash], part=self._which(part), pin=True):
-            self._requests.add([key])
-            return True
-        return False
-
-    def batched_contains(self, keys: Sequence[Any], pin: bool = False) -> int:
-        """How many leading keys are stored; with `pin`, exactly these are pinned, and noted for `touch_cache`."""
-        n = self._leading(keys, pin)
-        if pin and n:
-            self._requests.add(list(keys[:n]))
-        return n
-
-    async def batched_async_contains(self, lookup_id: str, keys: Sequence[Any], pin: bool = False) -> int:
-        """`batched_contains`, noted under the lookup id."""
-        n = self._leading(keys, pin)
-        if pin and n:
-            self._requests.add(list(keys[:n]), lookup_id)
-        return n
-
-    def _leading(self, keys: Sequence[Any], pin: bool) -> int:
-        route, part = self._find_all(keys)
-        if route is not None:
-            return route.space.leading([key.chunk_hash for key in keys], part=self._which(part), pin=pin)
-        n = 0
-        for key in keys:  # of several ranks, layers or models
-            route, part = self._find(key)
-            if route is None or not route.space.leading([key.chunk_hash], part=self._which(part), pin=pin):
-                break
-            n += 1
-        return n
-
-    def touch_cache(self, lookup_id: str | None = None) -> None:
-        """Count a use of the keys that were pinned since the last time, suffix before prefix.
-
-        Of one lookup; without an id, of all lookups of the calling thread, one after the other. Keys
-        that are gone are skipped.
-        """
-        for keys in self._requests.take(lookup_id):
-            self._touch(keys)
-
-    def _touch(self, keys: Sequence[Any]) -> None:
-        route, _ = self._find_all(keys)
-        self.lifespans.used([key.chunk_hash for key in keys])
-        if route is not None:
-            route.space.touch([key.chunk_hash for key in keys])
-            return
-        for key in reversed(keys):
-            route, _ = self._find(key)
-            if route is not None:
-                route.space.touch([key.chunk_hash])
-
-    @property
-    def keys_in_request(self) -> list[Any]:
-        """Keys that were pinned and not touched yet, of all lookups."""
-        return self._requests.all()
+    # ---- storing -------------------------------------------------------------------------------------
 
     def exists_in_put_tasks(self, key: Any) -> bool:
         """False: puts are done when they return."""
         return False
-
-    # ---- storing -------------------------------------------------------------------------------------
 
     def submit_put_task(
         self, key: Any, memory_obj: Any, on_complete_callback: Callable[[Any], None] | None = None
@@ -288,12 +184,13 @@ class SharedCPUBackend(BackendMemory):
         StaleHandleError
             the object was released.
         """
-        try:
-            route = self._placement.find(key, create=True)
-        except errors.OutOfSharedMemoryError as e:
-            _log.warning("not stored: %s", e)
-            return
-        assert route is not None  # it was made
+        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
+        if route is None:
+            try:
+                route = self._placement.make_way(key)
+            except errors.OutOfSharedMemoryError as e:
+                _log.warning("not stored: %s", e)
+                return
         part = route.part(key)
         if part < 0:
             raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
@@ -360,94 +257,35 @@ class SharedCPUBackend(BackendMemory):
 
         With MLA the part is the same for all ranks, so one of them writes and all read.
         """
-        route = self._placement.find(key, create=True)
-        assert route is not None  # it was made
+        route = self._placement.make_way(key)
         part = route.part(key)
         if part < 0:
             raise ValueError(f"reserve: {key.to_string()} is of no rank of this host")
-        layout = self._layout(shapes, dtypes, self._format(fmt))
+        layout = self._layout(shapes, dtypes, fmt)
+        if layout is None:
+            raise ValueError("reserve: a plain buffer cannot be stored under a key")
         return Reservation(route.space, key.chunk_hash, layout, part)
-
-    # ---- loading -------------------------------------------------------------------------------------
-
-    def get_blocking(self, key: Any) -> TensorMemoryObj | None:
-        """The object, with a reference that is the caller's to give back; None when it is absent."""
-        route, part = self._find(key)
-        if route is None:
-            return None
-        obj: Any = route.space.get(key.chunk_hash, part=part)
-        if obj is not None:
-            obj._key = key.chunk_hash
-        return obj  # type: ignore[no-any-return]
-
-    def batched_get_blocking(self, keys: Sequence[Any]) -> list[Any]:
-        """`get_blocking` of each, in one call where the keys are of one rank; None where absent."""
-        route, part = self._find_all(keys)
-        if route is None:
-            return [self.get_blocking(key) for key in keys]
-        found: list[Any] = route.space.get_many([key.chunk_hash for key in keys], part=part)
-        for key, obj in zip(keys, found, strict=True):
-            if obj is not None:
-                obj._key = key.chunk_hash
-        return found
-
-    async def batched_get_non_blocking(
-        self, lookup_id: str, keys: Sequence[Any], transfer_spec: Any = None
-    ) -> list[Any]:
-        """The leading objects that are there: up to the first that is not. Counts as their use."""
-        found = self.batched_get_blocking(keys)
-        n = next((i for i, obj in enumerate(found) if obj is None), len(found))
-        for obj in found[n:]:
-            if obj is not None:
-                obj.release()
-        self.touch_cache(lookup_id)
-        return found[:n]
-
-    def cancel_request(self, req_id: str) -> None:
-        """Forget what a lookup noted for `touch_cache`."""
-        self._requests.take(req_id)
-
-    # ---- pins and removal ----------------------------------------------------------------------------
-
-    def pin(self, key: Any) -> bool:
-        """Keep the chunk from eviction, for at most `pin_timeout_sec`; False when it is absent."""
-        route, part = self._find(key)
-        return route is not None and route.space.pin(key.chunk_hash, part=part)
-
-    def unpin(self, key: Any) -> bool:
-        """Give back one pin of this process on the key; False when it has none. Others' pins stay."""
-        route, _ = self._find(key)
-        return route is not None and route.space.unpin(key.chunk_hash)
-
-    def remove(self, key: Any, force: bool = True) -> bool:
-        """Remove the chunk, all ranks' parts; False when it is absent.
-
-        Bytes live on while they are held. With `force` this process's pins on it go too.
-        """
-        route, _ = self._find(key)
-        if route is None or not route.space.remove(key.chunk_hash):
-            return False
-        while force and route.space.unpin(key.chunk_hash):
-            pass
-        return True
-
-    def batched_remove(self, keys: Sequence[Any], force: bool = True) -> int:
-        """`remove` of each; how many were there."""
-        return sum(self.remove(key, force) for key in keys)
 
     # ---- listing --------------------------------------------------------------------------------------
 
     def get_keys(self) -> list[Any]:
         """This rank's keys (without metadata: all ranks') of this model, coldest first."""
         found: list[Any] = []
+        make = self._placement.make
         for route in self._placement.mine():
             parts = self._placement.parts(route)
             chunks = list_chunks(self.cache, route.space._index)
-            partly = [chunk for chunk, published in chunks.items() if published < route.space.parts]
-            there = {part: dict(zip(partly, route.space.contains_many(partly, part=part), strict=True)) for part in parts}
+            whole = route.space.parts
+            partly = [chunk for chunk, published in chunks.items() if published < whole]
+            if not partly:
+                found += route.keys(chunks, parts, make)
+                continue
+            there = {
+                part: dict(zip(partly, route.space.contains_many(partly, part=part), strict=True)) for part in parts
+            }
             for chunk, published in chunks.items():
-                mine = parts if published == route.space.parts else [part for part in parts if there[part][chunk]]
-                found += route.keys(chunk, mine, self._placement.make)
+                mine = parts if published == whole else [part for part in parts if there[part][chunk]]
+                found += route.keys((chunk,), mine, make)
         return found
 
     def clear(self) -> int:

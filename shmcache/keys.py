@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ._dtypes import torch_dtype
 from ._dtypes import dtype_of as _row
+from ._dtypes import torch_dtype
 
 if TYPE_CHECKING:
     import torch

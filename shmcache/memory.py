@@ -204,21 +204,33 @@ class MemoryObj(Block):
         """Give back one reference of this object; StaleHandleError when it has none."""
         attachment = self._attachment
         if attachment.closed:
-            raise attachment.error(lib.SHMC_E_CLOSED, "ref_count_down")
+            self._not_counted_down(lib.SHMC_E_CLOSED)
+            return
         try:
             hold = self._holds.pop()
         except IndexError:
-            raise errors.StaleHandleError("ref_count_down: this object holds no reference any more") from None
+            self._no_reference()
+            return
         more = self._more
         pending = None if more is None else more.pending
         if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
             return
-        rc = attachment.release([hold])
-        if rc < 0:
+        rc = lib.shmc_release(attachment.handle, hold[1], 1)
+        if rc >= 0:
+            if len(attachment.holds) < POOLED:
+                attachment.holds.append(hold)
+        else:
             self._holds.append(hold)
-            if rc == lib.SHMC_E_FORKED:
-                raise attachment.error(rc, "ref_count_down")
-            attachment.recover(rc, "ref_count_down")
+            self._not_counted_down(rc)
+
+    def _not_counted_down(self, rc: int) -> None:
+        attachment = self._attachment
+        if rc in (lib.SHMC_E_CLOSED, lib.SHMC_E_FORKED):
+            raise attachment.error(rc, "ref_count_down")
+        attachment.recover(rc, "ref_count_down")
+
+    def _no_reference(self) -> None:
+        raise errors.StaleHandleError("ref_count_down: this object holds no reference any more")
 
     def _counts(self) -> tuple[int, int]:
         """References, the cache's own included, and pins."""

@@ -10,6 +10,7 @@ it cannot know which have arrived: the same operations in the same order lead to
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ._election import Election
-from .errors import ShmCacheError
+from .errors import SegmentClosedError, ShmCacheError
 
 if TYPE_CHECKING:
     from .cache import SharedCache
@@ -86,10 +87,9 @@ class BatchedMessageSender:
         self.op_types = op_types
         self._worker = lmcache_worker
         self._make_op = make_op
-        self._message = lambda operations: make_message(
-            instance_id=config.lmcache_instance_id, worker_id=metadata.worker_id, location=location,
-            operations=operations,
-        )  # fmt: skip
+        self._message = functools.partial(
+            make_message, instance_id=config.lmcache_instance_id, worker_id=metadata.worker_id, location=location
+        )
         self._waiting: deque[Any] = deque()
         self._pid = os.getpid()
         self._next_seq = 0
@@ -158,10 +158,11 @@ class BatchedMessageSender:
             pause = _RETRY_FIRST
             while self._running:
                 try:
-                    self._worker.put_msg(self._message(batch))
+                    self._worker.put_msg(self._message(operations=batch))
                     break
                 except Exception:
-                    _log.warning("a message of %d operations is tried again", len(batch), exc_info=True)
+                    if pause == _RETRY_FIRST:  # once for each batch
+                        _log.warning("a message of %d operations is tried again", len(batch), exc_info=True)
                 with self._changed:
                     self._changed.wait_for(lambda: not self._running, pause)
                 pause = min(2 * pause, _RETRY_LAST)
@@ -204,6 +205,8 @@ class SegmentMessages(BatchedMessageSender):
         while not self._ended.wait(self.batch_timeout):
             try:
                 self._poll()
+            except SegmentClosedError:
+                return
             except ShmCacheError as e:
                 if not self._ended.is_set():
                     _log.warning("messages of %s ended: %s", self._cache.name, e)
@@ -250,5 +253,3 @@ class SegmentMessages(BatchedMessageSender):
         self._poller.join(1.0)
         if self._election is not None:
             self._election.close()
-
-

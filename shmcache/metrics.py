@@ -9,16 +9,19 @@ ranks of a host share is told by the first of them, so that sums over ranks are 
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from ._metric_names import BYTES, COUNTERS, COUNTS, LOCK_COUNTERS, LONGEST_HOLD
 from .errors import ShmCacheError
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Lifespans", "collect", "register", "segment_metrics"]
 
 _LIFESPAN_MINUTES = (0, 1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000)
+_LIFESPAN_SAMPLE = 32
 _MOST_FIRST_SEEN = 1 << 20
 
 _backends: weakref.WeakSet[SharedCPUBackend] = weakref.WeakSet()
@@ -36,7 +40,10 @@ _registered = False
 
 
 class Lifespans:
-    """How old chunks are when they are used again, in minutes, since this process first met them."""
+    """How old chunks are when they are used again, in minutes, since this process first met them.
+
+    Of each lookup a sample counts, spread over its keys: the rest would say the same.
+    """
 
     def __init__(self) -> None:
         self._first: OrderedDict[Any, float] = OrderedDict()
@@ -45,20 +52,20 @@ class Lifespans:
 
     def met(self, chunks: Iterable[Any]) -> None:
         """Chunks were put."""
-        now = time.monotonic()
+        first, now = self._first, time.monotonic()
         for chunk in chunks:
-            self._first.setdefault(chunk, now)
-        while len(self._first) > _MOST_FIRST_SEEN:
-            self._first.popitem(last=False)
+            first.setdefault(chunk, now)
+        if len(first) > _MOST_FIRST_SEEN:
+            for _ in range(len(first) - _MOST_FIRST_SEEN):
+                first.popitem(last=False)
 
-    def used(self, chunks: Iterable[Any]) -> None:
-        """Chunks were used."""
+    def used(self, keys: Sequence[Any]) -> None:
+        """Keys were used."""
         now = time.monotonic()
-        for chunk in chunks:
-            first = self._first.setdefault(chunk, now)
-            minutes = (now - first) / 60
+        for key in keys[:: 1 + len(keys) // _LIFESPAN_SAMPLE]:
+            minutes = (now - self._first.get(key.chunk_hash, now)) / 60
             self.total += minutes
-            self.counts[sum(minutes > bound for bound in _LIFESPAN_MINUTES)] += 1
+            self.counts[bisect.bisect_left(_LIFESPAN_MINUTES, minutes)] += 1
 
 
 def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
@@ -73,41 +80,20 @@ def _counter(name: str, text: str, labels: dict[str, str], value: float) -> Metr
     return family
 
 
-_COUNTERS = {
-    "hits": "Keys found by lookups and gets",
-    "misses": "Keys not found by lookups and gets",
-    "stores": "Chunks that became complete",
-    "duplicates": "Puts whose part was there already",
-    "evictions": "Chunks evicted",
-    "eviction_failures": "Allocations that found nothing to evict",
-    "aborts": "Blocks given up before they were published",
-    "reaps": "Dead attachments cleared away",
-    "waits": "Waits for memory or for a publication",
-    "leases_ended": "Pins that ended with their lease",
-    "holds_full": "Holds refused because their table was full",
-}
-
-
 def segment_metrics(name: str, stats: Stats) -> Iterator[Metric]:
-    """The `shmcache_*` families of one segment."""
+    """The `shmcache_*` families of one segment, under the names that `shmcache-inspect metrics` uses."""
     labels = {"segment": name}
-    for field, text in _COUNTERS.items():
+    for field, text in COUNTERS.items():
         yield _counter(f"shmcache_{field}", text, labels, getattr(stats, field))
-    kinds = GaugeMetricFamily("shmcache_bytes", "Bytes of the arena, by kind", labels=["segment", "kind"])
-    for kind in ("capacity", "ready", "used", "free", "largest_free", "evictable", "pinned"):
-        kinds.add_metric([name, kind], getattr(stats.bytes, kind))
-    yield kinds
-    counts = GaugeMetricFamily("shmcache_entries", "Entries of the tables, by kind", labels=["segment", "kind"])
-    for kind in ("chunks", "complete", "parts", "blocks", "holds", "attachments", "namespaces"):
-        counts.add_metric([name, kind], getattr(stats.counts, kind))
-    yield counts
-    for field, text in (
-        ("acquisitions", "Times the lock was taken"),
-        ("contended", "Times it was waited for"),
-        ("recoveries", "Times its holder had died"),
-    ):
+    for field, text in LOCK_COUNTERS.items():
         yield _counter(f"shmcache_lock_{field}", text, labels, getattr(stats.lock, field))
-    yield _gauge("shmcache_lock_max_hold_seconds", "Longest timed hold", labels, stats.lock.max_hold_ns / 1e9)
+    yield _gauge("shmcache_lock_max_hold_seconds", LONGEST_HOLD, labels, stats.lock.max_hold_ns / 1e9)
+    for family, text, row in (("bytes", BYTES, stats.bytes), ("entries", COUNTS, stats.counts)):
+        kinds = GaugeMetricFamily(f"shmcache_{family}", text, labels=["segment", "kind"])
+        for kind, value in dataclasses.asdict(row).items():
+            if kind != "attachments":
+                kinds.add_metric([name, kind], value)
+        yield kinds
 
 
 def _backend_metrics(backend: SharedCPUBackend, stats: Stats) -> Iterator[Metric]:

@@ -49,7 +49,7 @@ enum shmc_status {
 
 enum shmc_limits {
     SHMC_KEY_MAX = 64, SHMC_META_MAX = 48, SHMC_NAME_MAX = 256, SHMC_DESC_MAX = 1024,
-    SHMC_LABEL_MAX = 32, SHMC_PARTS_MAX = 4096, SHMC_FORMAT_VERSION = 1
+    SHMC_LABEL_MAX = 32, SHMC_PARTS_MAX = 4096, SHMC_FORMAT_VERSION = 2
 };
 
 enum shmc_state { SHMC_S_NONE = 0, SHMC_S_INIT = 1, SHMC_S_READY = 2, SHMC_S_UNLINKING = 3, SHMC_S_POISONED = 4 };
@@ -155,6 +155,36 @@ typedef struct {
     uint8_t key[64];
 } shmc_key_record;
 
+/* What shmc_peek_* give: copies of single records, each from one instant, the table not. */
+enum shmc_chunk_state { SHMC_C_LINKED = 1, SHMC_C_PARKED = 2, SHMC_C_GONE = 4, SHMC_C_DRAIN = 8, SHMC_C_SHELL = 16 };
+enum shmc_extent_state { SHMC_X_FREE = 1, SHMC_X_WRITING = 2, SHMC_X_PUBLISHED = 3 };
+enum shmc_hold_kind { SHMC_H_REF = 1, SHMC_H_WRITE = 2, SHMC_H_BLOCK_PIN = 3, SHMC_H_KEY_PIN = 4, SHMC_H_LOOKUP_PIN = 5, SHMC_H_WRITE_PIN = 6 };
+
+typedef struct {
+    uint64_t acquisitions, hold_since_ns;        /* hold_since_ns 0: this hold is not timed (1 in 64 is) */
+    uint32_t holder_slot, holder_op, owner_died, awaited;
+    int32_t owner_tid; uint32_t in_transaction;  /* owner_tid 0: free */
+    uint32_t journal, stale, parked, waiting_memory, waiting_publication, handshake_pid;
+} shmc_lock_info;
+
+typedef struct {
+    uint64_t stamp, bytes;
+    uint32_t chunk, gen, ns, ns_gen;
+    uint32_t flags, published, held, pins;       /* pins: 1 when the chunk itself is pinned, not only its parts */
+    uint32_t admit_tick, last_tick, klen, ktype; /* ticks of 2^26 ns, CLOCK_MONOTONIC */
+    uint8_t key[64];
+} shmc_chunk_info;
+
+typedef struct {
+    uint64_t offset, extent, size;
+    uint32_t block, gen, state, chunk;           /* chunk 0xffffffff: of none (any more) */
+    uint32_t ns, ns_gen, part, refs;
+    uint32_t held, meta_len;
+    uint8_t meta[48];
+} shmc_block_info;
+
+typedef struct { uint32_t hold, gen, kind, slot, slot_gen, block, chunk, deadline; } shmc_hold_info;
+
 typedef struct { uint32_t slots, holds, blocks, quarantined; } shmc_reap_report;
 typedef struct { int32_t pid; uint32_t op; uint64_t age_ns; } shmc_holder;
 
@@ -216,7 +246,10 @@ int shmc_region_done(shmc *h, uint32_t region, int ok, uint32_t flags, uint32_t 
 int shmc_put(shmc *h, uint32_t ns, const shmc_keys *keys, shmc_owner **objs, uint32_t part, const shmc_keys *parent, uint8_t *stored);
 int shmc_get(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t part, shmc_owner **owners, shmc_part *out);
 int shmc_contains(shmc *h, uint32_t ns, const shmc_keys *keys, int32_t part, uint8_t *out);
-/* The same for one key, which needs no struct then. put and contains answer 0 or 1. */
+/* The same for one key, which needs no struct then. All but get answer 0 or 1. */
+int shmc_pin_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part, uint64_t lease_ns);
+int shmc_unpin_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype);
+int shmc_remove_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype);
 int shmc_put_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, shmc_owner **obj, uint32_t part, const shmc_keys *parent);
 int shmc_get_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, uint32_t part, shmc_owner **owner, shmc_part *out);
 int shmc_contains_one(shmc *h, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, int32_t part);
@@ -238,6 +271,20 @@ int shmc_scan_keys(shmc *h, uint32_t *cursor, uint32_t ns, shmc_key_record *out,
 /* shmc_pins_read -- pins on blocks and chunks: of one slot, and of all; approximate beside writers */
 int shmc_pins_read(const void *base, uint64_t size, uint32_t slot, uint64_t *own, uint64_t *all);
 int shmc_events_read(const void *base, uint64_t size, uint64_t since, shmc_event *out, uint32_t cap, uint32_t *n, uint64_t *next, uint64_t *lost);
+/* Below: no lock, no handle, a mapping that may be read-only. Tables are copied in slices, from record *cursor on;
+ * MORE while there is more. At most `cap` records, at most 65,536 looked at in a call. */
+/* shmc_peek_stats -- as shmc_stats_read; of a holder that is stopped or dead inside a transaction, the state before it */
+int shmc_peek_stats(const void *base, uint64_t size, shmc_stats *out);
+int shmc_peek_lock(const void *base, uint64_t size, shmc_lock_info *out);
+int shmc_peek_namespace(const void *base, uint64_t size, uint32_t ns, shmc_namespace_info *out);
+int shmc_peek_region(const void *base, uint64_t size, uint32_t region, shmc_region_info *out);
+int shmc_peek_chunks(const void *base, uint64_t size, uint32_t *cursor, shmc_chunk_info *out, uint32_t cap, uint32_t *n);
+int shmc_peek_blocks(const void *base, uint64_t size, uint32_t *cursor, shmc_block_info *out, uint32_t cap, uint32_t *n);
+int shmc_peek_holds(const void *base, uint64_t size, uint32_t *cursor, shmc_hold_info *out, uint32_t cap, uint32_t *n);
+/* shmc_peek_key -- all versions of a key in a namespace, also outdated and removed ones that are still held */
+int shmc_peek_key(const void *base, uint64_t size, uint32_t ns, const uint8_t *key, uint32_t klen, uint32_t ktype, shmc_chunk_info *out, uint32_t cap, uint32_t *n);
+/* shmc_peek_parts -- the blocks of a chunk, published or being written; NOT_FOUND: it is not that generation any more */
+int shmc_peek_parts(const void *base, uint64_t size, uint32_t chunk, uint32_t gen, shmc_block_info *out, uint32_t cap, uint32_t *n);
 int shmc_verify(shmc *h, char *text, uint32_t cap);          /* count of violations, first ones as lines */
 int shmc_verify_copy(void *copy, uint64_t size, char *text, uint32_t cap); /* a private copy: no lock, may be changed */
 

@@ -24,7 +24,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 try:
     from lmcache.observability import LMCStatsMonitor, PrometheusLogger
@@ -42,7 +42,7 @@ except ImportError as e:
 
 from ..allocators import MixedMemoryAllocator, TensorMemoryObj
 from ..backend import SharedCPUBackend
-from ..errors import SegmentClosedError, ShmCacheError, StaleHandleError
+from ..errors import SegmentClosedError, ShmCacheError
 
 __all__ = ["ShmLocalCPUBackend"]
 
@@ -61,30 +61,37 @@ class ShmMemoryObj(TensorMemoryObj):
     metadata_class = MemoryObjMetadata
     format_class = MemoryFormat
 
-    def ref_count_down(self) -> None:
-        """One reference less. What hinders it is logged, as LMCache does, and nothing changes."""
+    def _no_reference(self) -> None:
+        """Logged, as LMCache does, and nothing changes."""
+        _log.error("double free of %r", self, stack_info=True)
+
+    def _not_counted_down(self, rc: int) -> None:
+        """Logged: the reference stays until the object is collected. After a close there is none."""
         try:
-            super().ref_count_down()
+            super()._not_counted_down(rc)
         except SegmentClosedError:
-            return  # close() gave it back
-        except StaleHandleError as e:
-            _log.error("double free: %s", e, stack_info=True)
+            return
         except ShmCacheError as e:
-            _log.error("a reference stays until its object is collected: %s", e)
+            _goes_on("ref_count_down", e)
 
     def pin(self) -> bool:
         """False where the segment fails, which is logged."""
-        return self._soft_pin(super().pin)
+        try:
+            return super().pin()
+        except SegmentClosedError:
+            return False
+        except ShmCacheError as e:
+            _goes_on("pin", e)
+            return False
 
     def unpin(self) -> bool:
         """False where the segment fails, which is logged."""
-        return self._soft_pin(super().unpin)
-
-    def _soft_pin(self, call: Callable[[], bool]) -> bool:
         try:
-            return call()
+            return super().unpin()
+        except SegmentClosedError:
+            return False
         except ShmCacheError as e:
-            _log.error("%s: %s", call.__name__, e)
+            _goes_on("unpin", e)
             return False
 
     def _counts(self) -> tuple[int, int]:
@@ -99,25 +106,29 @@ MemoryObj.register(ShmMemoryObj)
 MemoryAllocatorInterface.register(MixedMemoryAllocator)
 
 
+_logged_at: dict[str, float] = {}
+
+
+def _goes_on(what: str, e: ShmCacheError) -> None:
+    """The engine goes on without the cache, which is said now and then; with a closed one it does not."""
+    if isinstance(e, SegmentClosedError):
+        raise e
+    now = time.monotonic()
+    if now - _logged_at.get(what, -_LOG_EVERY) >= _LOG_EVERY:
+        _logged_at[what] = now
+        _log.error("%s: goes on without the cache: %s", what, e)
+
+
 def _soft(method: F, answer: Callable[..., Any]) -> F:
     """`method`, which where the segment fails answers as an empty cache would."""
-    last = [0.0]
-
-    def failed(e: ShmCacheError) -> None:
-        if time.monotonic() - last[0] >= _LOG_EVERY:
-            last[0] = time.monotonic()
-            _log.error("%s: goes on without the cache: %s", method.__name__, e)
-
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await method(self, *args, **kwargs)
-            except SegmentClosedError:
-                raise
             except ShmCacheError as e:
-                failed(e)
+                _goes_on(method.__name__, e)
                 return answer(*args, *kwargs.values())
 
         return cast(F, waiting)
@@ -126,10 +137,8 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
     def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except SegmentClosedError:
-            raise
         except ShmCacheError as e:
-            failed(e)
+            _goes_on(method.__name__, e)
             return answer(*args, *kwargs.values())
 
     return cast(F, calling)
@@ -142,7 +151,11 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
     """
 
     object_class = ShmMemoryObj
-    message_classes = {"make_op": KVOpEvent, "make_message": BatchedKVOperationMsg, "op_types": OpType}
+    message_classes: ClassVar[dict[str, Any]] = {
+        "make_op": KVOpEvent,
+        "make_message": BatchedKVOperationMsg,
+        "op_types": OpType,
+    }
     lmcache_metrics = False  # LMCache's own logger tells them
 
     def __init__(
@@ -155,6 +168,47 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         self._feed_at = 0.0
         self._told = {"evictions": 0, "eviction_failures": 0, "leases_ended": 0}
         self._setup_metrics()
+
+    # what an engine calls once for each chunk: the same as `_soft` makes, without its detour
+
+    def contains(self, key: Any, pin: bool = False) -> bool:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.contains(self, key, pin)
+        except ShmCacheError as e:
+            _goes_on("contains", e)
+            return False
+
+    def get_blocking(self, key: Any) -> Any:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.get_blocking(self, key)
+        except ShmCacheError as e:
+            _goes_on("get_blocking", e)
+            return None
+
+    def submit_put_task(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
+        """See `SharedCPUBackend`."""
+        try:
+            SharedCPUBackend.submit_put_task(self, key, memory_obj, on_complete_callback)
+        except ShmCacheError as e:
+            _goes_on("submit_put_task", e)
+
+    def unpin(self, key: Any) -> bool:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.unpin(self, key)
+        except ShmCacheError as e:
+            _goes_on("unpin", e)
+            return False
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True) -> Any:
+        """See `SharedCPUBackend`."""
+        try:
+            return SharedCPUBackend.allocate(self, shapes, dtypes, fmt, eviction, busy_loop)
+        except ShmCacheError as e:
+            _goes_on("allocate", e)
+            return None
 
     def _agree_by_default(self) -> bool:
         return self.metadata is not None and self.metadata.local_world_size > 1
@@ -208,11 +262,11 @@ def _keys(*args: Any) -> list[Any]:
 
 
 for _name, _answer in {
-    "contains": lambda *_: False, "batched_contains": lambda *_: 0, "batched_async_contains": lambda *_: 0,
-    "touch_cache": lambda *_: None, "submit_put_task": lambda *_: None, "batched_submit_put_task": lambda *_: None,
-    "get_blocking": lambda *_: None, "batched_get_blocking": _keys, "batched_get_non_blocking": lambda *_: [],
-    "pin": lambda *_: False, "unpin": lambda *_: False, "remove": lambda *_: False,
-    "batched_remove": lambda *_: 0, "allocate": lambda *_: None, "batched_allocate": lambda *_: None,
-    "get_keys": lambda *_: [], "clear": lambda *_: 0,
+    "batched_contains": lambda *_: 0, "batched_async_contains": lambda *_: 0, "touch_cache": lambda *_: None,
+    "batched_submit_put_task": lambda *_: None, "batched_get_blocking": _keys,
+    "batched_get_non_blocking": lambda *_: [], "pin": lambda *_: False, "batched_unpin": lambda *_: 0,
+    "remove": lambda *_: False,
+    "batched_remove": lambda *_: 0, "batched_allocate": lambda *_: None, "get_keys": lambda *_: [],
+    "clear": lambda *_: 0,
 }.items():  # fmt: skip
     setattr(ShmLocalCPUBackend, _name, _soft(getattr(ShmLocalCPUBackend, _name), _answer))

@@ -161,7 +161,12 @@ static void op_unpin_many(void) { want(shmc_unpin(W.h, W.one, keys(1, 12), OUT),
 static void op_touch(void) { touch(W.one, 3); }
 static void op_leading(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 4), 0, 0, 0, &n), SHMC_OK); want(n, 3); }
 static void op_leading_pins(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 12), -1, SHMC_F_PIN, 0, &n), SHMC_OK); want(n, 12); }
+static void op_leading_part(void) { uint32_t n; want(shmc_leading(W.h, W.two, key(11), 0, SHMC_F_PIN, SECOND, &n), SHMC_OK); want(n, 1); }
 static void op_adopt(void) { want(shmc_adopt(W.h, W.two, X[20].o), SHMC_OK); }
+static const uint64_t K1 = 1;
+static void op_pin_one(void) { want(shmc_pin_one(W.h, W.one, (const uint8_t *)&K1, 8, 0, 0, 0), 1); }
+static void op_unpin_one(void) { want(shmc_unpin_one(W.h, W.one, (const uint8_t *)&K1, 8, 0), 1); }
+static void op_remove_one(void) { want(shmc_remove_one(W.h, W.one, (const uint8_t *)&K1, 8, 0), 1); }
 static void op_touch_many(void) { want(shmc_touch(W.h, W.one, keys(1, 12)), SHMC_OK); }
 static void op_touch_parked(void)
 {
@@ -352,7 +357,11 @@ const struct crash_case CASES[] = {
     {"unpin, many", "shmc_unpin", w_full, s_pinned_many, op_unpin_many, 0},
     {"leading run", "shmc_leading", w_few, NULL, op_leading, NONE},
     {"leading run, pinned", "shmc_leading", w_full, NULL, op_leading_pins, 0},
+    {"leading run, a part pinned", "shmc_leading", w_few, NULL, op_leading_part, ONE},
     {"adopt", "shmc_adopt", w_few, s_block, op_adopt, ONE},
+    {"pin, one", "shmc_pin_one", w_few, NULL, op_pin_one, ONE},
+    {"unpin, one", "shmc_unpin_one", w_few, s_pinned, op_unpin_one, ONE},
+    {"remove, one", "shmc_remove_one", w_few, NULL, op_remove_one, 0},
     {"touch", "shmc_touch", w_few, NULL, op_touch, ONE | ALL},
     {"touch, many", "shmc_touch", w_full, NULL, op_touch_many, ALL},
     {"touch, parked", "shmc_touch", w_parked, NULL, op_touch_parked, ONE | ALL},
@@ -436,6 +445,15 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_stats_read", "reads without the lock"},
     {"shmc_events_read", "reads without the lock"},
     {"shmc_pins_read", "reads without the lock"},
+    {"shmc_peek_stats", "reads without the lock"},
+    {"shmc_peek_lock", "reads without the lock"},
+    {"shmc_peek_namespace", "reads without the lock"},
+    {"shmc_peek_region", "reads without the lock"},
+    {"shmc_peek_chunks", "reads without the lock"},
+    {"shmc_peek_blocks", "reads without the lock"},
+    {"shmc_peek_holds", "reads without the lock"},
+    {"shmc_peek_key", "reads without the lock"},
+    {"shmc_peek_parts", "reads without the lock"},
     {"shmc_verify_copy", "works on a private copy"},
     {"shmc_last_holder", "reads without the lock"},
     {"shmc_wait", "a statistic and a futex: no lock, no logged store"},
@@ -457,6 +475,7 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_unmap", "operating system"},
     {"shmc_populate", "operating system"},
     {"shmc_collapse", "operating system"},
+    {"shmc_inherit", "operating system"},
     {"shmc_numa_prefer", "operating system"},
 };
 const uint32_t N_EXCLUDED = sizeof EXCLUDED / sizeof *EXCLUDED;

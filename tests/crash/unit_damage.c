@@ -43,6 +43,42 @@ static void make_image(uint32_t policy)
     world_drop();
 }
 
+/* What `inspect` reads: each walk ends, whatever the links say, and stays inside the image. */
+static void peek_at(const uint8_t *copy, int rc)
+{
+    static shmc_chunk_info k[48];
+    static shmc_block_info b[48];
+    static shmc_hold_info d[48];
+    shmc_lock_info lock;
+    shmc_namespace_info ns;
+    shmc_region_info region;
+    uint32_t n, at;
+    shmc_stats s;
+    same(shmc_peek_stats(copy, image_size, &s), rc);
+    same(shmc_peek_lock(copy, image_size, &lock), rc);
+    same(shmc_peek_namespace(copy, image_size, 300, &ns) == SHMC_E_NOT_FOUND, rc == 0);
+    if (shmc_peek_namespace(copy, image_size, 1, &ns) == SHMC_OK) must(ns.name_len <= SHMC_NAME_MAX && ns.desc_len <= SHMC_DESC_MAX);
+    same(shmc_peek_region(copy, image_size, 1, &region), rc);
+    for (at = 0; (n = 0, shmc_peek_holds(copy, image_size, &at, d, 48, &n)) == SHMC_MORE;) must(n <= 48);
+    for (at = 0; (n = 0, shmc_peek_blocks(copy, image_size, &at, b, 48, &n)) == SHMC_MORE;) must(n <= 48);
+    for (at = 0;;) {
+        int more = shmc_peek_chunks(copy, image_size, &at, k, 48, &n);
+        must(more == (rc ? rc : more) && n <= 48);
+        for (uint32_t i = 0; i < n; i++) {
+            uint32_t m;
+            must(k[i].klen <= SHMC_KEY_MAX);
+            int got = shmc_peek_parts(copy, image_size, k[i].chunk, k[i].gen, b, 48, &m);
+            must(got == SHMC_OK && m <= 48);
+        }
+        if (more != SHMC_MORE) break;
+    }
+    for (uint64_t key = 1; key < 34; key++)
+        for (uint32_t w = 0; w < 3; w++) {
+            same(shmc_peek_key(copy, image_size, w, (const uint8_t *)&key, 8, 0, k, 48, &n), rc);
+            must(n <= 48);
+        }
+}
+
 /* Everything that reads without the lock, and the verifier. */
 static void look_at(uint8_t *copy)
 {
@@ -65,6 +101,7 @@ static void look_at(uint8_t *copy)
     same(shmc_peek_slot(copy, image_size, 1, &slot) == SHMC_OK, rc == 0);
     same(shmc_events_read(copy, image_size, 0, e, 64, &n, &next, &lost) == SHMC_OK, rc == 0);
     must(n <= 64);
+    peek_at(copy, rc);
     int v = shmc_verify_copy(copy, image_size, text, sizeof text);
     must(rc == 0 ? v >= 0 : v < 0);
     must(strlen(text) < sizeof text || v < 0);
@@ -249,9 +286,14 @@ static void a_journal_of_the_dead_is_undone_in_a_copy(void)
     world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
     store(W.one, 4, 1, 0);
     struct core *c = &W.h->core;
+    shmc_stats s, before = stats();
     same(begin(W.h, TX_ALLOC), SHMC_OK);
     tx_begin(c, TX_ALLOC);
     must(extent_take(c, 8) != NIL);
+    same(shmc_stats_read(W.base, W.size, &s), SHMC_OK);
+    must(!s.exact && s.used != before.used);
+    same(shmc_peek_stats(W.base, W.size, &s), SHMC_OK);
+    must(s.exact && s.used == before.used && s.blocks == before.blocks && s.largest_free == before.largest_free);
     uint8_t *copy = heap(W.size);
     memcpy(copy, W.base, W.size);
     char text[500];

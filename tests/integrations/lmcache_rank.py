@@ -1,6 +1,6 @@
 """One rank with LMCache's real StorageManager, told what to do by lines of JSON on stdin.
 
-    python lmcache_rank.py SEGMENT RANK RANKS MLA   ->   {"ready": ...}, then one answer to each line
+python lmcache_rank.py SEGMENT RANK RANKS MLA   ->   {"ready": ...}, then one answer to each line
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
+PACKAGE = ROOT / "shmcache"
 
 # A C file may include headers of a lower number (or its own).
 C_LAYERS = [
@@ -25,7 +26,8 @@ C_LAYERS = [
     {"api.h"},
 ]
 C_RANK = {name: rank for rank, names in enumerate(C_LAYERS) for name in names}
-C_ENDS = {"api.c": 10, "api_memory.c": 10, "api_keys.c": 10, "format.c": 9, "snapshot.c": 9}  # no header of their own
+# without a header of their own
+C_ENDS = {"api.c": 10, "api_memory.c": 10, "api_keys.c": 10, "format.c": 9, "snapshot.c": 9, "peek.c": 9}
 
 
 def includes(path: Path) -> list[str]:
@@ -52,7 +54,7 @@ def test_only_the_lock_and_the_os_layer_know_the_clock_and_the_kernel() -> None:
 # Python modules from the bottom; a module imports only from earlier groups or its own.
 PY_LAYERS = [
     {"_version", "_auto", "errors", "_shmcore"},
-    {"_core", "_sizes", "_names", "_dtypes", "_formats", "_numa", "_cudart"},
+    {"_core", "_sizes", "_names", "_dtypes", "_formats", "_numa", "_cudart", "_metric_names"},
     {"_shmfs", "_space", "_request", "_control", "_keys", "_meta", "_events", "_stats", "_defer", "_pending"},
     {"_regions", "_commit", "_arena", "pinning", "_handshake", "_create", "_mapping", "_directory"},
     {"_segment"},
@@ -63,12 +65,41 @@ PY_LAYERS = [
     {"_default", "cache"},
     {"_open"},
     {"__init__"},
+    # LMCache's contract; `import shmcache` needs none of it
+    {"keys", "policies", "_objects", "_private", "_host_memory", "_election", "_sizing"},
+    {"config", "_pools", "_addresses", "messages"},
+    {"allocators", "_placement", "_requests", "metrics"},
+    {"_backend_memory", "_backend_finding"},
+    {"backend"},
+    {"integrations"},
+    {"inspect"},
 ]
 PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}
 
+# Subpackages are top layers: they import from anything above, nothing there imports from them.
+SUBPACKAGES = {
+    "inspect": [
+        {"__init__", "_stop"},
+        {"_keytext", "_attach", "_source"},
+        {"_reader"},
+        {"_render", "_records", "_memory", "_tensorfile"},
+        {"_picture", "_families"},
+        {"_health"},
+        {"cli"},
+        {"segments", "people", "keys", "history", "check", "arena", "exporter"},
+        {"key"},
+        {"why", "change", "dump", "top"},
+        {"__main__"},
+    ],
+    "integrations": [{"__init__", "lmcache"}],
+}
 
-def imports(path: Path) -> set[str]:
-    """Modules of ours imported when `path` is imported or run; not those for type checking only."""
+
+def imports(path: Path, level: int = 1) -> set[str]:
+    """Modules of ours imported when `path` is imported or run; not those for type checking only.
+
+    `level` as in the import: 1 of its own package, 2 of the package above.
+    """
     found: set[str] = set()
     tree = ast.parse(path.read_text())
     typing_only = {
@@ -78,18 +109,36 @@ def imports(path: Path) -> set[str]:
         for sub in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in typing_only or not isinstance(node, ast.ImportFrom) or node.level != 1:
+        if id(node) in typing_only or not isinstance(node, ast.ImportFrom) or node.level != level:
             continue
         found |= {node.module.split(".")[0]} if node.module else {a.name for a in node.names}
     return found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "shmcache").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_python_imports_go_down(path: Path) -> None:
-    assert path.stem in PY_RANK, f"{path.name} has no layer: add it to PY_LAYERS"
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")  # a folder is one layer
+    assert own in PY_RANK, f"{path.name} has no layer: add it to PY_LAYERS"
     for name in imports(path):
         if name in PY_RANK:
-            assert PY_RANK[name] <= PY_RANK[path.stem], f"{path.name} imports {name}"
+            assert PY_RANK[name] <= PY_RANK[own], f"{path.name} imports {name}"
+
+
+IN_SUBPACKAGES = [p for package in SUBPACKAGES for p in sorted((ROOT / "shmcache" / package).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", IN_SUBPACKAGES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_imports_inside_a_subpackage_go_down(path: Path) -> None:
+    rank = {name: i for i, names in enumerate(SUBPACKAGES[path.parent.name]) for name in names}
+    assert path.stem in rank, f"{path.name} has no layer: add it to SUBPACKAGES"
+    for name in imports(path) & rank.keys():
+        assert rank[name] <= rank[path.stem], f"{path.name} imports {name}"
+    for name in imports(path, 2) & PY_RANK.keys():
+        assert PY_RANK[name] < PY_RANK[path.parent.name], f"{path.name} imports {name}"
+
+
+def test_every_subpackage_has_its_layers() -> None:
+    assert {p.parent.name for p in (ROOT / "shmcache").glob("*/__init__.py")} == set(SUBPACKAGES)
 
 
 def test_only_the_core_wrapper_imports_the_compiled_module() -> None:

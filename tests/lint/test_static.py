@@ -22,8 +22,8 @@ def test_the_tool_has_no_finding(tool: list[str]) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(shmcache.__all__) == [
-        "AUTO", "ByteStats", "CapacityError", "CountStats", "Event", "Events", "LockStats", "LockTimeoutError",
-        "Lookup", "MemoryFormat", "MemoryObj", "MemoryObjMetadata", "Namespace", "NamespaceInfo",
+        "AUTO", "ByteStats", "CapacityError", "ConfigurationError", "CountStats", "Event", "Events", "LockStats",
+        "LockTimeoutError", "Lookup", "MemoryFormat", "MemoryObj", "MemoryObjMetadata", "Namespace", "NamespaceInfo",
         "NamespaceMismatchError", "OutOfSharedMemoryError", "PackedKeys", "RawCloneError", "ReapReport", "Reservation",
         "ReservationState", "SegmentBusyError", "SegmentClosedError", "SegmentCorruptError", "SegmentExistsError",
         "SegmentInfo", "SegmentMismatchError", "SegmentNotFoundError", "SegmentPermissionError", "SharedCache",
@@ -40,4 +40,4 @@ def test_a_changed_layout_has_a_number_of_its_own() -> None:
 
     if platform.machine() != "x86_64":
         pytest.skip("the pinned value is that of x86_64: the size of a mutex is in it")
-    assert (lib.SHMC_FORMAT_VERSION, FINGERPRINT) == (1, 0xB89C0864BF87A232)
+    assert (lib.SHMC_FORMAT_VERSION, FINGERPRINT) == (2, 0x7D5830B53F35E6E9)

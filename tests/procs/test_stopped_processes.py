@@ -31,6 +31,7 @@ from hostile import (
 
 import shmcache
 from shmcache import LockTimeoutError
+from shmcache._core import ffi, lib
 
 
 @contextlib.contextmanager
@@ -229,6 +230,34 @@ def test_close_does_not_hang_on_a_stopped_holder(name, fork):
             timeout=5.0,
         )
         assert watcher.stats().counts.holds == 0
+        assert_only_published(watcher)
+    shmcache.unlink(name)
+
+
+def test_a_late_leaver_does_not_wipe_out_the_note_of_the_next_owner_of_its_slot(name, fork):
+    """It timed out in leaving, was reaped, and times out once more when its slot is another's, who leaves too."""
+
+    def leave(cache: Any) -> int:
+        return int(lib.shmc_detach(cache._attachment.handle, 0, ffi.new("uint32_t *")))
+
+    with small(name, lock_timeout=0.05) as watcher:
+        store(watcher, "k", 5)
+        first = join(name, lock_timeout=0.05)
+        with stopped_holder(fork, watcher):
+            assert leave(first) == lib.SHMC_E_LOCK_TIMEOUT
+        watcher.reap()
+        assert watcher.stats().counts.attachments == 1
+        second = join(name, lock_timeout=0.05)
+        obj = second.get("k")
+        assert second._attachment._slot[0] == first._attachment._slot[0]
+        with stopped_holder(fork, watcher):
+            second.close()
+            assert leave(first) == lib.SHMC_E_LOCK_TIMEOUT
+        watcher.reap()
+        assert watcher.stats().counts.attachments == 1
+        assert watcher.stats().counts.holds == 0
+        first.close()
+        del obj
         assert_only_published(watcher)
     shmcache.unlink(name)
 

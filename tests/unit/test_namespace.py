@@ -568,3 +568,54 @@ def test_a_long_chain_keeps_its_order_when_its_pins_go(cache: shmcache.SharedCac
     assert cache.keys() == keys[::-1]
     for o in taken:
         o.release()
+
+
+def test_a_leading_run_counts_parts_and_pins_by_key(cache: shmcache.SharedCache, name: str) -> None:
+    """`leading` with a part needs only that part; its pins are spent by `unpin`, in this process only."""
+    ns = cache.namespace("two", parts=2)
+    for key in (1, 2, 3):
+        store(ns, key, part=0)
+    store(ns, 1, part=1)
+    assert ns.leading([1, 2, 3, 4], part=0) == 3 and ns.leading([1, 2, 3]) == 1 and ns.leading([]) == 0
+    assert ns.leading([1, 2, 4, 3], part=0, pin=True) == 2
+    assert cache.stats().counts.holds == 2
+    with shmcache.attach(name) as other:
+        assert other.namespace("two").unpin(1) is False
+    assert ns.clear() == 1 and ns.contains(2, part=0), "pinned, though not complete"
+    assert ns.unpin_many([1, 2, 3]) == [True, True, False]
+    assert ns.pin(1) is True and ns.pin(2) is False and ns.pin(2, part=0) is True
+    assert ns.unpin(1) and ns.unpin(2)
+    assert cache.stats().counts.holds == 0 and ns.clear() == 2
+    with pytest.raises(ValueError, match="part is 2"):
+        ns.leading([1], part=2)
+    with pytest.raises(ValueError, match="pin=True"):
+        ns.leading([1], lease=1.0)
+
+
+def test_an_object_moves_to_another_namespace_before_its_put(cache: shmcache.SharedCache, name: str) -> None:
+    ns, other = cache.default, cache.namespace("other")
+    obj = ns.allocate(GRAN)
+    assert obj is not None
+    with pytest.raises(ValueError, match="allocate it here"):
+        other.put("k", obj)
+    other.bump()
+    other.adopt(obj)  # as if allocated there now: the bump before does not count
+    assert obj.parent() is other and other.put("k", obj) is True and other.contains("k")
+    with pytest.raises(ValueError, match="published before"):
+        ns.adopt(obj)
+    obj.release()
+    with pytest.raises(shmcache.StaleHandleError):
+        ns.adopt(obj)
+    with ns.reserve("r", GRAN) as r, pytest.raises(ValueError, match="reserved under a key"):
+        other.adopt(r.obj)  # type: ignore[arg-type]
+    with shmcache.attach(name) as handle, pytest.raises(ValueError, match="not of this open handle"):
+        foreign = handle.allocate(GRAN)
+        ns.adopt(foreign)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", [0, -1, 2**63 - 1, -(2**63), 2**63, 2**200, -(2**200)])
+def test_ints_of_any_size_come_back(cache: shmcache.SharedCache, key: int) -> None:
+    ns = cache.default
+    assert store(ns, key) and ns.contains(key) and not ns.contains(key + 1)
+    assert ns.keys() == [key] and list(shmcache.pack([key, 1])) == [key, 1]
+    assert ns.leading([key, key + 1]) == 1 and ns.remove(key)
