@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,6 +21,15 @@ _skip = pytest.mark.skipif(not HAS_LMCACHE, reason="LMCache is not installed")
 
 def _params(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=_skip if name in NEED_LMCACHE else ()) for name in names]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's pool of threads does not survive a fork: a child that uses it waits for ever."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -375,7 +375,6 @@ def test_when_the_sender_is_killed_another_goes_on(kept: SharedCPUBackend, name:
 
         child = fork(sender)
         assert json.loads(child.listen()) == ["ready"]
-        time.sleep(0.1)  # it asks to be the one from its first poll on
         sink = Sink()
         mine = backend_of(sink)
         rng = random.Random(turn)

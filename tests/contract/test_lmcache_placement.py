@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_kits import BF16, MIB, Kit
+from contract_kits import BF16, MIB, Kit, Sink
 
 import shmcache
 from shmcache import _sizing, allocators, errors
@@ -110,6 +110,25 @@ def test_batches_of_layers(make: Setup) -> None:
     assert backend.remove(chunks[1][2]) is True
     assert [backend.contains(k) for k in chunks[1]] == [False] * 4, "a chunk goes with all its layers"
     assert backend.clear() == 2 * 16, "tokens, not layers times tokens"
+
+
+def test_a_chunk_of_layers_is_admitted_and_evicted_once(make: Setup) -> None:
+    sink = Sink()
+    config = make.kit.config(use_layerwise=True, max_local_cpu_size="1MiB", extra_config={"shm_name": make.name})
+    meta = make.kit.metadata(world_size=1, local_world_size=1, kv_shape=(4, 2, 16, 1, 64))
+    backend = SharedCPUBackend(config, meta, "cpu", sink)
+    make.made.append(backend)
+    told = []
+    for key in make.key(7).split_layers(4):
+        make.put(backend, key, shape=T2D)
+        backend.batched_msg_sender.flush()
+        told.append(len(sink.operations))
+    assert told == [0, 0, 0, 1]
+    backend.remove(make.key(7).split_layers(4)[1])
+    make.put(backend, make.key(8).split_layers(4)[0], shape=T2D)
+    backend.remove(make.key(8).split_layers(4)[0])
+    backend.batched_msg_sender.flush()
+    assert sink.story() == [("ADMIT", 7), ("EVICT", 7)], "what was never admitted is not evicted"
 
 
 def test_layers_of_two_ranks_are_one_chunk(make: Setup) -> None:

@@ -19,6 +19,7 @@ from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, SegmentKit, Sink, eventu
 
 import shmcache
 from shmcache import allocators, errors
+from shmcache._core import ffi
 from shmcache.backend import SharedCPUBackend
 
 Fork = Callable[[Callable[[Any], object]], Any]
@@ -328,6 +329,23 @@ def test_freeing_twice_through_the_allocator_is_logged(kit: Kit, caplog: pytest.
     with caplog.at_level(logging.WARNING, "shmcache"):
         backend.memory_allocator.free(obj)
     assert "freed before" in caplog.text
+
+
+def test_memcheck_finds_an_extent_that_overlaps_another() -> None:
+    """The second object's first granule is moved into the first object, in whichever word of the tables it stands."""
+    allocator = allocators.MixedMemoryAllocator(MIB)
+    a, b = (allocator.allocate(torch.Size((n * 4096,)), torch.uint8) for n in (61, 5))
+    assert a.shm_offset == 0 and b.shm_offset == 61 * 4096 and allocator.memcheck()
+    mapping = allocator.cache._attached().mapping
+    words = memoryview(ffi.buffer(mapping.base, mapping.size)).cast("B").cast("I")
+    found = False
+    for at in [i for i, word in enumerate(words) if word == 61]:
+        words[at] = 60
+        found = found or not allocator.memcheck()
+        words[at] = 61
+        if found:
+            break
+    assert found
 
 
 def test_an_object_of_another_allocator_is_not_freed(kit: Kit) -> None:
