@@ -107,8 +107,7 @@ class BackendMemory:
         effective = self._calculate_effective_cpu_size(configured, config, metadata)
         copies = 1 if metadata is None or _sizing.one_copy(config, metadata) else metadata.local_world_size
         # what depends on the moment differs from rank to rank: then the first to come decides
-        exact = effective == configured == float(config.max_local_cpu_size)
-        return int(effective * _GIB) * copies, exact
+        return int(effective * _GIB) * copies, effective == configured
 
     def _page(self, config: Any, metadata: Any, align: int | None) -> tuple[int, int]:
         """Bytes of a page and its alignment for peer-to-peer transfers; 0: objects are of any size."""

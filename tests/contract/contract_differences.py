@@ -99,6 +99,16 @@ DIFFERENCES: dict[str, Difference] = {
         "keys and nodes become ints",
         "JSON has no other keys",
     ),
+    "size of the first rank": Difference(
+        "first_rank_max_local_cpu_size is the size of the first rank's own arena",
+        "it is the size of the segment, for all ranks of the first rank's host",
+        "they read one copy there, whoever of them comes first",
+    ),
+    "size of all ranks": Difference(
+        "each rank has max_local_cpu_size for itself",
+        "the segment has it for each rank of the host, or once where all read one copy",
+        "memory is bought once",
+    ),
     "numbering of operations": Difference(
         "a batch is whatever is in the queue, also more than kv_msg_batch_size",
         "at most kv_msg_batch_size",

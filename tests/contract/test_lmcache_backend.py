@@ -12,6 +12,7 @@ import torch
 from contract_differences import expected
 from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, in_threads
 
+import shmcache
 from shmcache import errors
 
 RUST = {"rust_raw_block.device_path": "/dev/null", "rust_raw_block.use_odirect": True}
@@ -584,6 +585,30 @@ def test_T_L_the_size_of_a_full_chunk_and_how_many_fit(kit: Kit) -> None:
     assert layerwise.get_full_chunk_size_bytes() == MIB
     with pytest.raises(AssertionError):
         kit.backend().get_full_chunk_size_bytes()
+
+
+@pytest.mark.parametrize("align", [None, 8192])
+def test_T_L27_the_allocator_is_made_as_the_config_says(kit: Kit, align: int | None) -> None:
+    """Size and alignment; with MLA the first rank's size."""
+    for use_mla, rank in ((False, 1), (True, 0), (True, 1)):
+        extra = {"first_rank_max_local_cpu_size": 4 / 1024}
+        if align is not None:
+            extra["local_cpu.pinned_align_bytes"] = align
+        if kit.ours:
+            extra["shm_name"] = kit.name  # type: ignore[assignment]
+        for_one = expected(kit, "size of the first rank", ours=4, lmcache=1 if rank else 4)
+        for_all = expected(kit, "size of all ranks", ours=2, lmcache=1)
+        size = for_one if use_mla else for_all
+        config = kit.config(max_local_cpu_size=1 / 1024, extra_config=extra)
+        meta = kit.metadata(world_size=2, local_world_size=2, worker_id=rank, local_worker_id=rank, use_mla=use_mla)
+        backend = kit._make(config, meta, None, None)
+        allocator = backend.get_memory_allocator()
+        assert allocator.size == size * MIB == allocator.buffer.numel()
+        assert allocator.align_bytes == (align or 4096)
+        assert type(allocator).__name__ == "MixedMemoryAllocator"
+        backend.close()
+        if kit.ours:
+            shmcache.unlink(kit.name)
 
 
 # ---- layers -----------------------------------------------------------------------------------------

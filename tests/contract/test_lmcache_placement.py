@@ -424,11 +424,24 @@ def mla(worker: int = 0) -> Any:
 def test_the_first_rank_may_have_a_size_of_its_own() -> None:
     config = sized(max_local_cpu_size=2, extra_config={"first_rank_max_local_cpu_size": 7})
     assert _sizing.configured_gib(config, mla(0)) == 7.0
-    assert _sizing.configured_gib(config, mla(1)) == 2.0
+    assert _sizing.configured_gib(config, mla(1)) == 7.0, "it is the same segment"
+    elsewhere = Kit("", "").metadata(world_size=4, local_world_size=2, worker_id=3, local_worker_id=1, use_mla=True)
+    assert _sizing.configured_gib(config, elsewhere) == 2.0
     assert _sizing.configured_gib(config, Kit("", "").metadata()) == 2.0, "only with MLA"
     off = sized(max_local_cpu_size=2, extra_config={
         "first_rank_max_local_cpu_size": 7, "save_only_first_rank": False})  # fmt: skip
     assert _sizing.configured_gib(off, mla(0)) == 2.0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_whichever_rank_comes_first_makes_the_segment_of_the_first_rank(make: Setup, order: tuple[int, int]) -> None:
+    extra = {"first_rank_max_local_cpu_size": 3 / 1024}
+    for rank in order:
+        backend = make(
+            extra=extra, meta={"world_size": 2, "local_world_size": 2, "worker_id": rank, "local_worker_id": rank,
+                               "use_mla": True, "kv_shape": (4, 1, 16, 1, 64)},
+        )  # fmt: skip
+        assert backend.cache.capacity == 3 * MIB
 
 
 def test_what_is_reserved_is_left_to_the_system(
