@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import _open, _sizing, errors
 from ._allocate import take_memory
+from ._dtypes import UINT8
 from ._formats import MemoryFormat
 from ._meta import Layout, layout_in_page, layout_of
-from ._objects import BytesBufferMemoryObj, TensorMemoryObj
+from ._objects import TensorMemoryObj
 from ._pools import PooledAllocator, as_given
 from ._sizes import parse_size
 from .allocators import MixedMemoryAllocator, SegmentPages
@@ -145,14 +146,17 @@ class BackendMemory:
         kind = self._format(fmt)
         if getattr(kind, "value", None) == MemoryFormat.BINARY_BUFFER.value:
             return None
-        shape, dtype = as_given(shapes, dtypes)
-        page = self.memory_allocator.page_bytes
-        layout = layout_of(shape, dtype, kind) if page == 1 else layout_in_page(shape, dtype, kind, page)
+        layout = self._placed(shapes, dtypes, kind)
         with contextlib.suppress(TypeError):  # lists are not hashable
             self._layouts[shapes, dtypes, fmt] = layout
         if len(self._layouts) > _MOST_LAYOUTS:
             self._layouts.clear()
         return layout
+
+    def _placed(self, shapes: Any, dtypes: Any, fmt: Any) -> Layout:
+        shape, dtype = as_given(shapes, dtypes)
+        page = self.memory_allocator.page_bytes
+        return layout_of(shape, dtype, fmt) if page == 1 else layout_in_page(shape, dtype, fmt, page)
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True) -> Any:
         """Memory for one object, evicting chunks that nobody uses where needed.
@@ -236,26 +240,25 @@ class BackendMemory:
 
         None when there is no memory for the copy.
         """
-        import torch
-
         if isinstance(obj, TensorMemoryObj) and obj._namespace.cache is space.cache and not obj.published:
             if obj._namespace is not space:
                 space.adopt(obj)
             return obj
-        if isinstance(obj, BytesBufferMemoryObj):
-            source = torch.frombuffer(obj.byte_array, dtype=torch.uint8)
-            layout = layout_of(source.shape, source.dtype, MemoryFormat.BINARY_BUFFER)
+        fmt, source = obj.get_memory_format(), obj.raw_tensor
+        if source is None and fmt.value != MemoryFormat.BINARY_BUFFER.value:
+            raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")
+        if source is None:  # plain bytes, perhaps not writable ones
+            layout = self._placed(obj.get_size(), UINT8.name, fmt)
         else:
-            source = obj.raw_tensor
-            if source is None:
-                raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")
-            shape, dtype = as_given(obj.get_shapes(), obj.get_dtypes())
-            layout = layout_of(shape, dtype, obj.get_memory_format())
+            layout = self._placed(obj.get_shapes(), obj.get_dtypes(), fmt)
         found = take_memory(space, layout, 1, True, 0.0)
         if not found:
             return None
         copy: Any = found[0]
-        copy.raw_tensor.copy_(source.flatten()[: layout.nbytes])
+        if source is None:
+            copy.byte_array[:] = obj.byte_array
+        else:
+            copy.raw_tensor.copy_(source.flatten()[: layout.nbytes])
         return copy  # type: ignore[no-any-return]
 
 

@@ -48,7 +48,7 @@ def test_T_S1_a_full_batch_goes_at_once(maker: Any, make: Make) -> None:
     sender.add_kv_op(maker.OpType.ADMIT, 2)
     assert not sink.wait(1, 0.1)
     sender.add_kv_op(maker.OpType.EVICT, 1)
-    assert sink.wait(3, 2.0)
+    assert sink.wait(3)
     (message,) = sink.messages
     assert isinstance(message, maker.Message) and len(message.operations) == 3
     assert (message.instance_id, message.worker_id, message.location) == ("test_instance", 0, "LocalCPUBackend")

@@ -392,6 +392,22 @@ def test_pages_for_peer_to_peer(make: Setup) -> None:
         one.allocate(torch.Size((2, 4, 17, 64)), BF16)
 
 
+def test_copies_of_foreign_objects_take_pages_too(make: Setup) -> None:
+    backend = make(enable_p2p=True)
+    other = allocators.MixedMemoryAllocator(MIB)
+    page = CHUNK.numel() * 2
+    shapes = [torch.Size((2, 4, 3, 64)), CHUNK, torch.Size((2, 4, 5, 64))]
+    for i, shape in enumerate(shapes):
+        obj = other.allocate(shape, BF16, allocators.MemoryFormat.KV_2LTD)
+        obj.tensor.fill_(i)
+        backend.submit_put_task(make.key(i), obj)
+    for i, shape in enumerate(shapes):
+        got = backend.get_blocking(make.key(i))
+        assert got.metadata.address * page == got.shm_offset and got.get_physical_size() == page
+        assert got.tensor.shape == shape and float(got.tensor.max()) == i
+        got.ref_count_down()
+
+
 def test_pages_need_metadata(make: Setup) -> None:
     config = make.kit.config(enable_p2p=True, max_local_cpu_size="1MiB", extra_config={"shm_name": make.name})
     with pytest.raises(errors.ConfigurationError, match="metadata"):
