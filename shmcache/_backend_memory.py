@@ -13,7 +13,7 @@ from ._meta import Layout, layout_in_page, layout_of
 from ._objects import BytesBufferMemoryObj, TensorMemoryObj
 from ._pools import PooledAllocator, as_given
 from ._sizes import parse_size
-from .allocators import MixedMemoryAllocator
+from .allocators import MixedMemoryAllocator, SegmentPages
 from .policies import check_policy
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ class BackendMemory:
             here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
         cache = _connect(self._segment_name(config), capacity, exact, options, here)
         allocator = MixedMemoryAllocator(cache.capacity, align_bytes=align, cache=cache, object_class=self.object_class)
-        allocator.page_bytes = page or 1
+        if page:
+            allocator.page_bytes = page
+            pages = allocator.buffer[: cache.capacity // page * page]
+            allocator.cpu_allocator = SegmentPages(metadata.get_shapes(), metadata.get_dtypes(), page, pages)
         return allocator
 
     @staticmethod
@@ -104,8 +107,7 @@ class BackendMemory:
         effective = self._calculate_effective_cpu_size(configured, config, metadata)
         copies = 1 if metadata is None or _sizing.one_copy(config, metadata) else metadata.local_world_size
         # what depends on the moment differs from rank to rank: then the first to come decides
-        exact = effective == configured == float(config.max_local_cpu_size)
-        return int(effective * _GIB) * copies, exact
+        return int(effective * _GIB) * copies, effective == configured
 
     def _page(self, config: Any, metadata: Any, align: int | None) -> tuple[int, int]:
         """Bytes of a page and its alignment for peer-to-peer transfers; 0: objects are of any size."""
@@ -221,7 +223,9 @@ class BackendMemory:
         """How many such objects of this rank the memory that exists can hold, with the other ranks' beside them."""
         extent = _sizing.extent_bytes(self.get_full_chunk_size_bytes(), self._pool.align_bytes)
         ranks = 1 if _sizing.one_copy(self.config, self.metadata) else self.metadata.local_world_size
-        return self._pool.size // (extent * ranks)
+        region = int(self._pool.cache._attached().mapping.geometry.region_bytes)
+        whole, rest = divmod(self._pool.size, region)  # no object lies in two regions
+        return (whole * (region // extent) + rest // extent) // ranks
 
     def get_memory_allocator(self) -> Any:
         """The allocator."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ._core import log
 from ._formats import MemoryFormat, MemoryObjMetadata
 from ._keys import Key
+from .errors import ConfigurationError
 from .memory import MemoryObj
 
 if TYPE_CHECKING:
@@ -16,14 +17,44 @@ if TYPE_CHECKING:
 __all__ = ["BytesBufferMemoryObj", "TensorMemoryObj"]
 
 
-class TensorMemoryObj(MemoryObj):
+class _Optional:
+    """What LMCache asks of objects in its multiprocess mode only."""
+
+    __slots__ = ()
+
+    _l1_manager: int | None
+
+    def get_physical_size(self) -> int:
+        raise NotImplementedError
+
+    def set_used_size(self, n: int) -> None:
+        """Nothing: an object's size is what was allocated, for all processes. ValueError for more than it has."""
+        if not 0 <= n <= self.get_physical_size():
+            raise ValueError(f"set_used_size: {n} bytes of {self.get_physical_size()}")
+
+    def set_l1_manager(self, owner_tag: int) -> None:
+        """Note which manager it belongs to; ValueError when it is another's."""
+        if self.get_l1_manager() not in (None, owner_tag):
+            raise ValueError(f"set_l1_manager: the object belongs to manager {self.get_l1_manager()}, not {owner_tag}")
+        self._l1_manager = owner_tag  # type: ignore[misc]
+
+    def get_l1_manager(self) -> int | None:
+        """Which manager was noted."""
+        return getattr(self, "_l1_manager", None)
+
+    def reset_l1_manager(self) -> None:
+        """It belongs to none."""
+        self._l1_manager = None  # type: ignore[misc]
+
+
+class TensorMemoryObj(MemoryObj, _Optional):
     """A `MemoryObj` made by an allocator or a backend.
 
     Its pins are those that were taken through it, and those that this process took by its key: LMCache
     pins by key and unpins through the object.
     """
 
-    __slots__ = ("_key", "_meta")
+    __slots__ = ("_key", "_l1_manager", "_meta")
 
     metadata_class: ClassVar[Any] = MemoryObjMetadata  # LMCache's own where LMCache reads it
     format_class: ClassVar[Any] = MemoryFormat
@@ -43,14 +74,23 @@ class TensorMemoryObj(MemoryObj):
 
     @property
     def metadata(self) -> Any:
-        """A `MemoryObjMetadata` whose counts are of now; what the caller sets on it stays with this object."""
+        """A `MemoryObjMetadata` whose counts are of now; what the caller sets on it stays with this object.
+
+        ConfigurationError for an object outside of the pages in which this handle counts addresses.
+        """
         refs, pins = self._counts()
         try:
             meta = self._meta
         except AttributeError:
             shapes, dtypes = self.get_shapes(), self.get_dtypes()
+            address, within = divmod(self.shm_offset, self._namespace.owner.page_bytes)
+            if within:
+                raise ConfigurationError(
+                    f"{self!r} lies in no page of {self._namespace.owner.page_bytes} bytes",
+                    hint="give all processes of a segment the same enable_p2p, model and chunk_size",
+                ) from None
             meta = self._meta = self.metadata_class(
-                shape=shapes[0], dtype=dtypes[0], address=self.shm_offset // self._namespace.owner.page_bytes,
+                shape=shapes[0], dtype=dtypes[0], address=address,
                 phy_size=self.get_physical_size(), ref_count=refs, pin_count=pins, fmt=self.get_memory_format(),
                 shapes=shapes, dtypes=dtypes,
             )  # fmt: skip
@@ -85,7 +125,7 @@ class TensorMemoryObj(MemoryObj):
         return self._namespace.owner
 
 
-class BytesBufferMemoryObj:
+class BytesBufferMemoryObj(_Optional):
     """Bytes of this process, which no other sees: what `BINARY_BUFFER` allocates. It is never freed by hand."""
 
     def __init__(self, raw_bytes: Any, metadata: MemoryObjMetadata | None = None) -> None:
@@ -117,8 +157,19 @@ class BytesBufferMemoryObj:
         """Address of the first byte; TypeError for bytes that cannot be written."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.raw_data))
 
+    def set_used_size(self, n: int) -> None:
+        """Nothing: the bytes are as many as there are."""
+
     def get_size(self) -> int:
         return len(self.raw_data)
+
+    @property
+    def shm_byte_length(self) -> int:
+        return len(self.raw_data)
+
+    @property
+    def shm_offset(self) -> int:
+        return self.meta.address
 
     def get_physical_size(self) -> int:
         return self.meta.phy_size

@@ -10,8 +10,9 @@ So a chunk of all ranks is one entry: it is complete when all have put their par
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._core import PART, ffi, lib
@@ -92,7 +93,7 @@ class Route:
         a.holds.append(hold)
         return None
 
-    def keys(self, chunks: Iterable[Key], parts: Iterable[int], make: tuple[MakeKey, MakeKey]) -> list[Any]:
+    def keys(self, chunks: Iterable[Key], parts: Iterable[int], make: Sequence[MakeKey]) -> list[Any]:
         """Keys of these parts of some chunks, chunk by chunk."""
         f = self.facts
         model, world, first = f["model"], f["world"], f["first"]
@@ -123,7 +124,7 @@ class Placement:
     """
 
     def __init__(self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None) -> None:
-        self.make: tuple[MakeKey, MakeKey] = (CacheEngineKey, LayerCacheEngineKey)  # classes of keys to give back
+        self.make: list[MakeKey] = [CacheEngineKey, LayerCacheEngineKey]  # classes of keys to give back
         self._pool = pool
         self._metadata = metadata
         self._layers = layers
@@ -163,6 +164,7 @@ class Placement:
             facts = self._facts(key)
             name = _name_of(facts)
             route = self.routes[who] = self._by_name.get(name) or self._open(name, facts)
+            self.make[hasattr(key, "layer_id")] = type(key)
         return route
 
     def _open(self, name: str, facts: dict[str, Any]) -> Route:
@@ -237,6 +239,8 @@ class Placement:
 
 
 def _name_of(facts: dict[str, Any]) -> str:
+    """A name to read; where it would be too long, or could be that of other facts, a hash."""
+    words = [facts["model"], *(word for tag in facts["tags"] for word in tag)]
     name = f"lmcache:{facts['model']}@{facts['world']}@{facts['dtype']}"
     name += "".join(f"@{k}%{v}" for k, v in facts["tags"])
     if facts["layers"]:
@@ -245,6 +249,8 @@ def _name_of(facts: dict[str, Any]) -> str:
         name += "@mla"
     elif (facts["first"], facts["ranks"]) != (0, facts["world"]):
         name += f"@ranks={facts['first']}+{facts['ranks']}"
-    if len(name.encode()) > lib.SHMC_NAME_MAX:
-        return f"lmcache:sha256={hashlib.sha256(name.encode()).hexdigest()}"
-    return name
+    is_plain = all(isinstance(word, str) and not {"@", "%", "="} & set(word) for word in words)
+    if is_plain and len(name.encode()) <= lib.SHMC_NAME_MAX:
+        return name
+    exact = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return f"lmcache:sha256={hashlib.sha256(exact.encode()).hexdigest()}"

@@ -48,8 +48,23 @@ class TensorArena:
         return "none"
 
 
+class _Unpinned:
+    """Stands in for `pinning.Pinner`: the memory is registered, or not, by whoever gave it."""
+
+    def poke(self) -> None:
+        """Nothing was asked for."""
+
+    def wait(self, _timeout: float) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return "off (private memory)"
+
+
 class _Mapping:
     """Stands in for `_mapping.Mapping`."""
+
+    pinner = _Unpinned()
 
     def __init__(self, name: str, base: Any, geometry: Any, arena: TensorArena) -> None:
         self.name = name
@@ -57,7 +72,6 @@ class _Mapping:
         self.size = int(geometry.control_bytes)
         self.geometry = geometry
         self.arena = arena
-        self.pinner = "off (private memory)"  # whoever brings the memory registers it
         self.instance = 0
 
 

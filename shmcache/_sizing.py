@@ -150,11 +150,16 @@ def effective_gib(configured: float, config: Any, metadata: Any) -> float:
 
 
 def configured_gib(config: Any, metadata: Any) -> float:
-    """What the configuration says for this rank: the first may have a size of its own."""
+    """What the configuration says: with one copy for all, the host of the first rank may have a size of its own."""
     size = float(config.max_local_cpu_size)
-    if one_copy(config, metadata) and metadata.is_first_rank():
+    if one_copy(config, metadata) and _is_first_host(metadata):
         size = float(config.get_extra_config_value("first_rank_max_local_cpu_size", size))
     return size
+
+
+def _is_first_host(metadata: Any) -> bool:
+    start = metadata.worker_id - metadata.local_worker_id
+    return bool(start <= metadata.first_rank < start + metadata.local_world_size)
 
 
 def extent_bytes(nbytes: int, align: int) -> int:

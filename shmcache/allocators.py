@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _open
@@ -176,6 +177,24 @@ class GPUMemoryAllocator(_Wrapped):
         super().__init__(memory, align_bytes or TensorMemoryAllocator.ALIGN_BYTES, use_paging, shapes, dtypes, fmt)
 
 
+@dataclass
+class SegmentPages:
+    """What a transfer engine asks of a pool of pages, where that is a segment."""
+
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    align_bytes: int  # of a page; `metadata.address` counts these
+    buffer: torch.Tensor
+
+    @property
+    def buffer_ptr(self) -> int:
+        return self.buffer.data_ptr()
+
+    @property
+    def buffer_size(self) -> int:
+        return self.buffer.nbytes
+
+
 class MixedMemoryAllocator(MemoryAllocatorInterface):
     """Tensors in pinned host memory, and byte buffers beside it.
 
@@ -197,7 +216,11 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
     ----------
     pin_allocator, buffer_allocator
         for tensors, and for `BINARY_BUFFER`.
+    cpu_allocator : SegmentPages or None
+        where the backend takes objects in pages from a segment.
     """
+
+    cpu_allocator: SegmentPages | None = None
 
     def __init__(
         self, size: int, use_paging: bool = False, use_hugepages: bool = False, *, numa_mapping: Any = None,

@@ -41,7 +41,7 @@ class HotCache(Mapping[Any, TensorMemoryObj]):
         self._backend = backend
 
     def __contains__(self, key: object) -> bool:
-        return self._backend._has(key)
+        return hasattr(key, "chunk_hash") and self._backend._has(key)
 
     def __getitem__(self, key: Any) -> TensorMemoryObj:
         obj = self._backend.get_blocking(key)

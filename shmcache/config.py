@@ -111,7 +111,9 @@ class EngineConfig(BaseSettings):
             raise FileNotFoundError(f"no configuration file at {str(where)!r}: give a path, or set LMCACHE_CONFIG_FILE")
         try:
             there = YamlConfigSettingsSource(cls, yaml_file=where)()
-        except (TypeError, ValueError) as e:
+        except OSError:
+            raise
+        except Exception as e:  # what a YAML parser raises is no ValueError
             raise ValueError(f"{where} is not a YAML mapping of settings: {e}") from e
         unknown = sorted(set(there) - set(cls.model_fields))
         if unknown:

@@ -204,7 +204,8 @@ class MemoryObj(Block):
         """Give back one reference of this object; StaleHandleError when it has none."""
         attachment = self._attachment
         if attachment.closed:
-            raise attachment.error(lib.SHMC_E_CLOSED, "ref_count_down")
+            self._not_counted_down(lib.SHMC_E_CLOSED)
+            return
         try:
             hold = self._holds.pop()
         except IndexError:
@@ -220,9 +221,13 @@ class MemoryObj(Block):
                 attachment.holds.append(hold)
         else:
             self._holds.append(hold)
-            if rc == lib.SHMC_E_FORKED:
-                raise attachment.error(rc, "ref_count_down")
-            attachment.recover(rc, "ref_count_down")
+            self._not_counted_down(rc)
+
+    def _not_counted_down(self, rc: int) -> None:
+        attachment = self._attachment
+        if rc in (lib.SHMC_E_CLOSED, lib.SHMC_E_FORKED):
+            raise attachment.error(rc, "ref_count_down")
+        attachment.recover(rc, "ref_count_down")
 
     def _no_reference(self) -> None:
         raise errors.StaleHandleError("ref_count_down: this object holds no reference any more")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -90,6 +91,7 @@ class BatchedMessageSender:
             make_message, instance_id=config.lmcache_instance_id, worker_id=metadata.worker_id, location=location
         )
         self._waiting: deque[Any] = deque()
+        self._pid = os.getpid()
         self._next_seq = 0
         self._sending = 0
         self._flushers = 0
@@ -113,7 +115,12 @@ class BatchedMessageSender:
         return len(self._waiting) + self._sending
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Hand on what is waiting; False when the sink did not take it within `timeout` seconds."""
+        """Hand on what is waiting; False when the sink did not take it within `timeout` seconds.
+
+        In a forked child there is nothing to hand on: the parent does.
+        """
+        if os.getpid() != self._pid:
+            return True
         with self._changed:
             self._flushers += 1
             self._changed.notify_all()
@@ -124,7 +131,7 @@ class BatchedMessageSender:
 
     def close(self, timeout: float = 5.0) -> None:
         """`flush`, then end the thread; what could not be handed on is logged and dropped."""
-        if not self._running:
+        if not self._running or os.getpid() != self._pid:
             return
         if not self.flush(timeout):
             _log.warning("%d messages were not sent: the sink did not take them within %g s", self.qsize(), timeout)
@@ -186,8 +193,8 @@ class SegmentMessages(BatchedMessageSender):
         self._is_ours = is_ours
         mapping = cache._attached().mapping
         self._election = Election(mapping, topic) if hasattr(mapping, "inode") else None
-        self._elected = self._election is None
-        self._next = self._since = cache.events().next  # what came before us was others' to send
+        self._elected = self._election is None or self._election.won()
+        self._next = cache.events().next  # what came before is known, or is another's to send
         self._ask_at = 0.0
         self._polling = threading.Lock()
         self._ended = threading.Event()
@@ -208,10 +215,11 @@ class SegmentMessages(BatchedMessageSender):
     def _poll(self) -> None:
         """Hand on what has happened since, when it is ours to do so."""
         with self._polling:
-            if not self._elected and not self._win():
+            takes_over = not self._elected
+            if takes_over and not self._win():
                 return
             events = self._cache.events(self._next)
-            if events.lost:
+            if events.lost and not takes_over:
                 _log.warning("%d events of %s were overwritten before they were sent", events.lost, self._cache.name)
             self._next = events.next
             for e in events:
@@ -226,18 +234,20 @@ class SegmentMessages(BatchedMessageSender):
         self._ask_at = now + _ASK_EVERY
         assert self._election is not None  # else it is elected
         self._elected = self._election.won()
-        if self._elected:
-            self._next = max(self._since, self._cache.events(self._next).next - _SENT_AGAIN)
+        if self._elected:  # also what happened before this process was there: who was to send it may have not
+            self._next = max(0, self._cache.events(self._next).next - _SENT_AGAIN)
         return self._elected
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Also what has just happened."""
-        if not self._ended.is_set() and not self._cache.closed:
+        if not self._ended.is_set() and not self._cache.closed and os.getpid() == self._pid:
             self._poll()
         return super().flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """See `BatchedMessageSender.close`; another process goes on."""
+        if os.getpid() != self._pid:
+            return
         super().close(timeout)
         self._ended.set()
         self._poller.join(1.0)

@@ -23,7 +23,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 try:
@@ -65,6 +65,42 @@ class ShmMemoryObj(TensorMemoryObj):
         """Logged, as LMCache does, and nothing changes."""
         _log.error("double free of %r", self, stack_info=True)
 
+    def _not_counted_down(self, rc: int) -> None:
+        """Logged: the reference stays until the object is collected. After a close there is none."""
+        try:
+            super()._not_counted_down(rc)
+        except SegmentClosedError:
+            return
+        except ShmCacheError as e:
+            _goes_on("ref_count_down", e)
+
+    def pin(self) -> bool:
+        """False where the segment fails, which is logged."""
+        try:
+            return super().pin()
+        except SegmentClosedError:
+            return False
+        except ShmCacheError as e:
+            _goes_on("pin", e)
+            return False
+
+    def unpin(self) -> bool:
+        """False where the segment fails, which is logged."""
+        try:
+            return super().unpin()
+        except SegmentClosedError:
+            return False
+        except ShmCacheError as e:
+            _goes_on("unpin", e)
+            return False
+
+    def _counts(self) -> tuple[int, int]:
+        """Zeros where the segment fails: a description must be readable."""
+        try:
+            return super()._counts()
+        except ShmCacheError:
+            return 0, 0
+
 
 MemoryObj.register(ShmMemoryObj)
 MemoryAllocatorInterface.register(MixedMemoryAllocator)
@@ -93,7 +129,7 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
                 return await method(self, *args, **kwargs)
             except ShmCacheError as e:
                 _goes_on(method.__name__, e)
-                return answer(*args)
+                return answer(*args, *kwargs.values())
 
         return cast(F, waiting)
 
@@ -103,7 +139,7 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
             return method(self, *args, **kwargs)
         except ShmCacheError as e:
             _goes_on(method.__name__, e)
-            return answer(*args)
+            return answer(*args, *kwargs.values())
 
     return cast(F, calling)
 
@@ -127,7 +163,7 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         memory_allocator: Any = None, *, local_cpu_backend: Any = None, loop: Any = None,
     ) -> None:  # fmt: skip
         SharedCPUBackend.__init__(self, config, metadata, dst_device, lmcache_worker, memory_allocator)
-        self._placement.make = (CacheEngineKey, LayerCacheEngineKey)
+        self._placement.make = [CacheEngineKey, LayerCacheEngineKey]
         self.stats_monitor = LMCStatsMonitor.GetOrCreate()
         self._feed_at = 0.0
         self._told = {"evictions": 0, "eviction_failures": 0, "leases_ended": 0}
@@ -211,9 +247,12 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         if new["leases_ended"]:
             monitor.update_forced_unpin_count(new["leases_ended"])
 
-    def batched_submit_put_task(self, *args: Any, **kwargs: Any) -> None:
+    def batched_submit_put_task(
+        self, keys: Sequence[Any], memory_objs: Sequence[Any], transfer_spec: Any = None,
+        on_complete_callback: Callable[[Any], None] | None = None,
+    ) -> None:  # fmt: skip
         """See `SharedCPUBackend`."""
-        SharedCPUBackend.batched_submit_put_task(self, *args, **kwargs)
+        SharedCPUBackend.batched_submit_put_task(self, keys, memory_objs, transfer_spec, on_complete_callback)
         self._feed()
 
 
