@@ -175,7 +175,11 @@ class Placement:
                 f"at most {lib.SHMC_PARTS_MAX}",
                 hint="do not use layerwise objects",
             )
-        route = Route(self._pool.namespace(name, parts, facts, self._lease), facts)
+        try:
+            space = self._pool.namespace(name, parts, facts, self._lease)
+        except ValueError as e:  # the facts are too long to be noted in the segment
+            raise ConfigurationError(f"model and tags {facts['model']!r}, {facts['tags']}: {e}") from e
+        route = Route(space, facts)
         self._by_name[name] = self._by_index[route.space._index] = route
         return route
 

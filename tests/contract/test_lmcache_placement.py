@@ -330,6 +330,23 @@ def test_tags_that_look_like_others_do_not_mix(make: Setup) -> None:
     assert set(other.get_keys()) == {key for key in keys if key.model_name == "test_model"}
 
 
+def test_tags_that_are_too_long(make: Setup) -> None:
+    """Up to about 1 KiB they are stored; beyond, nothing is, and it is said why."""
+    backend = make()
+    for size, fits in ((700, True), (1200, False)):
+        key = make.key(1, request_configs={"lmcache.tag.user": "x" * size})
+        assert backend.contains(key) is False and backend.get_blocking(key) is None
+        if fits:
+            make.put(backend, key, 3)
+            assert backend.contains(key) and make().get_keys() == [key]
+            continue
+        obj = backend.allocate(CHUNK, BF16)
+        with pytest.raises(errors.ConfigurationError, match="at most"):
+            backend.submit_put_task(key, obj)
+        assert obj.get_ref_count() == 1
+        obj.ref_count_down()
+
+
 def test_chunk_hashes_of_all_kinds(make: Setup) -> None:
     backend = make()
     hashes = [0, 1, -1, 2**63, -(2**64), 2**256 - 1, b"\x01", b"\x00" * 32, b"\xff" * 32]
