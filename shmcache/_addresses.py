@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from . import errors
@@ -33,6 +35,7 @@ class AddressManager:
         self._size = size
         self._align = align_bytes
         self._lock = threading.Lock()
+        _all.add(self)
         self._live: dict[int, MemoryObj] = {}  # address -> object
         self._make(size)
 
@@ -124,3 +127,15 @@ class AddressManager:
     def check_consistency(self) -> bool:
         """Whether pieces and gaps tile the range without overlap."""
         return not self._heap.verify()
+
+
+_all: weakref.WeakSet[AddressManager] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: another thread of the parent may have been inside."""
+    for manager in list(_all):
+        manager._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from . import _open, _sizing, errors
 from ._allocate import take_memory
-from ._dtypes import UINT8
-from ._formats import MemoryFormat
-from ._meta import Layout, layout_in_page, layout_of
+from ._formats import MemoryFormat, format_of
+from ._meta import Layout, layout_in_page, layout_of, layout_with_words
 from ._objects import TensorMemoryObj
 from ._pools import PooledAllocator, as_given
 from ._sizes import parse_size
@@ -18,6 +17,8 @@ from .allocators import MixedMemoryAllocator, SegmentPages
 from .policies import check_policy
 
 if TYPE_CHECKING:
+    import torch
+
     from .cache import SharedCache
     from .namespace import Namespace
 
@@ -85,6 +86,12 @@ class BackendMemory:
         if metadata is not None:
             here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
         cache = _connect(self._segment_name(config), capacity, exact, options, here)
+        if page and int(cache._attached().mapping.geometry.align) != align:
+            cache.close()
+            raise errors.ConfigurationError(
+                f"segment {cache.name!r} was made without pages of {page} bytes, which enable_p2p needs",
+                hint="use another segment, or unlink this one when nobody uses it",
+            )
         allocator = MixedMemoryAllocator(cache.capacity, align_bytes=align, cache=cache, object_class=self.object_class)
         if page:
             allocator.page_bytes = page
@@ -106,7 +113,9 @@ class BackendMemory:
         if not configured:
             return 0, False
         effective = self._calculate_effective_cpu_size(configured, config, metadata)
-        copies = 1 if metadata is None or _sizing.one_copy(config, metadata) else metadata.local_world_size
+        copies = (
+            1 if metadata is None or _sizing.one_copy(config, metadata) else _sizing.ranks_of_host(config, metadata)[1]
+        )
         # what depends on the moment differs from rank to rank: then the first to come decides
         return int(effective * _GIB) * copies, effective == configured
 
@@ -146,17 +155,25 @@ class BackendMemory:
         kind = self._format(fmt)
         if getattr(kind, "value", None) == MemoryFormat.BINARY_BUFFER.value:
             return None
-        layout = self._placed(shapes, dtypes, kind)
+        shape, dtype = as_given(shapes, dtypes)
+        layout = self._layout_of(shape, dtype, kind)
         with contextlib.suppress(TypeError):  # lists are not hashable
             self._layouts[shapes, dtypes, fmt] = layout
         if len(self._layouts) > _MOST_LAYOUTS:
             self._layouts.clear()
         return layout
 
-    def _placed(self, shapes: Any, dtypes: Any, fmt: Any) -> Layout:
-        shape, dtype = as_given(shapes, dtypes)
+    def _layout_of(self, shape: Any, dtype: Any, fmt: Any) -> Layout:
+        """With the page that it takes, and room for positions, where this backend has such."""
         page = self.memory_allocator.page_bytes
-        return layout_of(shape, dtype, fmt) if page == 1 else layout_in_page(shape, dtype, fmt, page)
+        if page > 1:
+            return layout_in_page(shape, dtype, fmt, page)
+        layout = layout_of(shape, dtype, fmt)
+        if self.memory_allocator.keeps_positions and layout.single is not None:
+            dims = layout.single.shape
+            tokens = dims[min(format_of(layout.fmt).token_dim(), len(dims) - 1)] if dims else 0
+            return layout_with_words(shape, dtype, fmt, 1 + tokens)
+        return layout
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True) -> Any:
         """Memory for one object, evicting chunks that nobody uses where needed.
@@ -191,10 +208,13 @@ class BackendMemory:
         if layout is None:
             return self.memory_allocator.allocate(shapes, dtypes, fmt)
         try:
-            return self._space._allocate(layout, eviction, self._wait if eviction and busy_loop else 0.0)
+            obj: Any = self._space._allocate(layout, eviction, self._wait if eviction and busy_loop else 0.0)
         except errors.CapacityError as e:
             _log.warning("%s", e)
             return None
+        if obj is not None and self.memory_allocator.keeps_positions:
+            obj.forget_positions()
+        return obj
 
     def batched_allocate(
         self, shapes: Any, dtypes: Any, batch_size: int, fmt: Any = None, eviction: bool = True,
@@ -208,10 +228,16 @@ class BackendMemory:
         if batch_size <= 0:
             return [] if batch_size == 0 else None
         try:
-            return take_memory(self._space, layout, batch_size, eviction, self._wait if eviction and busy_loop else 0.0)
+            objs: list[Any] | None = take_memory(
+                self._space, layout, batch_size, eviction, self._wait if eviction and busy_loop else 0.0
+            )
         except errors.CapacityError as e:
             _log.warning("%s", e)
             return None
+        if self.memory_allocator.keeps_positions:
+            for obj in objs or ():
+                obj.forget_positions()
+        return objs
 
     # ---- sizes ------------------------------------------------------------------------------------------
 
@@ -226,7 +252,9 @@ class BackendMemory:
     def calculate_chunk_budget(self) -> int:
         """How many such objects of this rank the memory that exists can hold, with the other ranks' beside them."""
         extent = _sizing.extent_bytes(self.get_full_chunk_size_bytes(), self._pool.align_bytes)
-        ranks = 1 if _sizing.one_copy(self.config, self.metadata) else self.metadata.local_world_size
+        ranks = (
+            1 if _sizing.one_copy(self.config, self.metadata) else _sizing.ranks_of_host(self.config, self.metadata)[1]
+        )
         region = int(self._pool.cache._attached().mapping.geometry.region_bytes)
         whole, rest = divmod(self._pool.size, region)  # no object lies in two regions
         return (whole * (region // extent) + rest // extent) // ranks
@@ -236,30 +264,48 @@ class BackendMemory:
         return self.memory_allocator
 
     def _adopted(self, obj: Any, space: Namespace) -> TensorMemoryObj | None:
-        """`obj` as an unpublished object of `space`: itself, or a copy of foreign or published bytes.
+        """`obj` as an unpublished object of `space`: itself, or a copy of foreign, published or narrowed bytes.
 
-        None when there is no memory for the copy.
+        None, logged, when there is no memory for the copy, or it is not known what its bytes are.
         """
-        if isinstance(obj, TensorMemoryObj) and obj._namespace.cache is space.cache and not obj.published:
+        ours = isinstance(obj, TensorMemoryObj) and obj._namespace.cache is space.cache
+        if ours and not obj.published and not hasattr(obj, "_narrowed"):
             if obj._namespace is not space:
                 space.adopt(obj)
-            return obj
-        fmt, source = obj.get_memory_format(), obj.raw_tensor
-        if source is None and fmt.value != MemoryFormat.BINARY_BUFFER.value:
-            raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")
-        if source is None:  # plain bytes, perhaps not writable ones
-            layout = self._placed(obj.get_size(), UINT8.name, fmt)
-        else:
-            layout = self._placed(obj.get_shapes(), obj.get_dtypes(), fmt)
+            return cast(TensorMemoryObj, obj)
+        source, shape, dtype, fmt = _contents(obj)
+        layout = self._layout_of(shape, dtype, fmt)
+        if layout.nbytes > source.numel():
+            _log.warning("not stored: %d bytes are said to be %s of %s", source.numel(), shape, dtype)
+            return None
         found = take_memory(space, layout, 1, True, 0.0)
         if not found:
+            _log.warning("not stored: no memory for a copy of %d bytes", layout.nbytes)
             return None
         copy: Any = found[0]
-        if source is None:
-            copy.byte_array[:] = obj.byte_array
-        else:
-            copy.raw_tensor.copy_(source.flatten()[: layout.nbytes])
-        return copy  # type: ignore[no-any-return]
+        copy.raw_tensor.copy_(source[: layout.nbytes])
+        if self.memory_allocator.keeps_positions:
+            copy.forget_positions()
+            copy.metadata.cached_positions = obj.metadata.cached_positions
+        return cast(TensorMemoryObj, copy)
+
+
+def _contents(obj: Any) -> tuple[torch.Tensor, Any, Any, Any]:
+    """Bytes, shape, dtype and format of any memory object, ours or LMCache's. StaleHandleError when it has none."""
+    import torch
+
+    source = obj.raw_data if hasattr(obj, "_narrowed") else obj.raw_tensor
+    if source is None:
+        if obj.get_dtype() is not None or not len(obj.byte_array):
+            raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")
+        source = torch.frombuffer(bytearray(obj.byte_array), dtype=torch.uint8)
+        return source, source.shape, source.dtype, MemoryFormat.BINARY_BUFFER
+    flat = source.flatten().view(torch.uint8)
+    meta = obj.metadata
+    if len(obj.get_dtypes()) == 1:  # a chunk that is not full has its size in `shape` only
+        return flat, meta.shape, meta.dtype, meta.fmt
+    shape, dtype = as_given(obj.get_shapes(), obj.get_dtypes())
+    return flat, shape, dtype, meta.fmt
 
 
 def _connect(name: str, capacity: int, exact: bool, options: dict[str, Any], here: dict[str, Any]) -> SharedCache:

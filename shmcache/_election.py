@@ -21,6 +21,7 @@ class Election:
     """A candidate. In a forked child it is nobody: the descriptor was closed at the fork."""
 
     def __init__(self, mapping: Mapping, topic: str) -> None:
+        self._pid = os.getpid()
         self._byte = _FIRST_BYTE + zlib.crc32(topic.encode())
         fd = _shmfs.open_shm(control_name(mapping.name))
         self._cell = _own(fd)
@@ -29,6 +30,8 @@ class Election:
 
     def won(self) -> bool:
         """Whether this process is the one, from now until `close` or its end."""
+        if os.getpid() != self._pid:
+            return False  # the parent's
         return self._cell.fd < 0 or _shmfs.try_lock(self._cell.fd, self._byte, exclusive=True)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ bits) are recognised without a Python-level loop, and `pack` keeps the result fo
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, overload
@@ -43,7 +44,8 @@ def encode(key: Key) -> tuple[int, bytes]:
         kind, raw = BYTES_TYPE, bytes(key)
     elif isinstance(key, str):
         kind, raw = STR_TYPE, key.encode()
-    elif isinstance(key, int) and not isinstance(key, bool):
+    elif hasattr(key, "__index__") and not isinstance(key, bool):
+        key = operator.index(key)
         kind = INT_TYPE
         try:
             raw = pack_int(key)

@@ -139,6 +139,18 @@ def layout_in_page(shape: Any, dtype: Any, fmt: Any, page_bytes: int) -> Layout:
     return layout
 
 
+def layout_with_words(shape: Any, dtype: Any, fmt: Any, n: int) -> Layout:
+    """`layout_of` an object that has room for `n` int64 behind its tensors; see `words_at`."""
+    layout = _make(shape, dtype, fmt)
+    layout.reserve = words_at(layout) + 8 * n
+    return layout
+
+
+def words_at(layout: Layout) -> int:
+    """Where the int64 behind the tensors begin."""
+    return -(-layout.nbytes // 8) * 8
+
+
 def layout_from(blob: bytes, size: int) -> Layout:
     """The layout that `blob` describes, of at most `size` bytes. Of a newer or damaged one: `size` plain bytes."""
     layout = _read.get(blob)

@@ -6,8 +6,10 @@ import ctypes
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._core import log
+from ._dtypes import dtype_of
 from ._formats import MemoryFormat, MemoryObjMetadata
 from ._keys import Key
+from ._meta import Group, words_at
 from .errors import ConfigurationError
 from .memory import MemoryObj
 
@@ -54,11 +56,12 @@ class TensorMemoryObj(MemoryObj, _Optional):
     pins by key and unpins through the object.
     """
 
-    __slots__ = ("_key", "_l1_manager", "_meta")
+    __slots__ = ("_key", "_l1_manager", "_meta", "_narrowed")
 
     metadata_class: ClassVar[Any] = MemoryObjMetadata  # LMCache's own where LMCache reads it
     format_class: ClassVar[Any] = MemoryFormat
 
+    _narrowed: torch.Tensor  # what a caller left of `raw_data`; a put stores a copy of it
     _key: Key  # under which it was put or found; absent before
     _meta: Any
 
@@ -94,8 +97,36 @@ class TensorMemoryObj(MemoryObj, _Optional):
                 phy_size=self.get_physical_size(), ref_count=refs, pin_count=pins, fmt=self.get_memory_format(),
                 shapes=shapes, dtypes=dtypes,
             )  # fmt: skip
+            if self._namespace.owner.keeps_positions:
+                meta.cached_positions = self._positions()
         meta.ref_count, meta.pin_count = refs, pins
         return meta
+
+    # Positions of the tokens, which blending needs: behind the tensors, a count and so many int64.
+
+    def _words(self) -> torch.Tensor:
+        layout = self._look()
+        start = words_at(layout)
+        n = max(0, (int(self._part.size) - start) // 8)
+        return self._view(Group((n,), (1,), dtype_of("int64"), start, 8 * n))
+
+    def _positions(self) -> torch.Tensor | None:
+        words = self._words()
+        n = int(words[0]) if words.numel() else 0
+        return words[1 : 1 + n].clone() if 0 < n < words.numel() else None
+
+    def forget_positions(self) -> None:
+        """There are none (yet): memory comes as it was left."""
+        self._words()[:1] = 0
+
+    def store_positions(self) -> None:
+        """Put what was set as `metadata.cached_positions` beside the bytes, before they are published."""
+        positions = getattr(getattr(self, "_meta", None), "cached_positions", None)
+        words = self._words()
+        if positions is None or self.published or len(positions) >= words.numel():
+            return
+        words[1 : 1 + len(positions)] = positions
+        words[0] = len(positions)
 
     def get_memory_format(self) -> Any:
         """How the dimensions are to be read."""
@@ -108,8 +139,12 @@ class TensorMemoryObj(MemoryObj, _Optional):
 
     @property
     def raw_data(self) -> torch.Tensor | None:
-        """The same as `raw_tensor`."""
-        return self.raw_tensor
+        """The same as `raw_tensor`; or its beginning, once it was set to that, as for a chunk that was not full."""
+        return getattr(self, "_narrowed", None) if hasattr(self, "_narrowed") else self.raw_tensor
+
+    @raw_data.setter
+    def raw_data(self, beginning: torch.Tensor) -> None:
+        self._narrowed = beginning
 
     def invalidate(self) -> None:
         """Give back all that this object holds."""

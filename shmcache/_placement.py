@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _SCHEMA = "lmcache/1"
 _TAG = "lmcache.tag."
 
+_ABSENT_SECONDS = 1.0  # another process may make it meanwhile
+_MOST_ABSENT = 4096
 _contains_one = lib.shmc_contains_one
 _get_one = lib.shmc_get_one
 _new = ffi.new
@@ -121,15 +124,26 @@ class Placement:
         all ranks read one part (MLA).
     lease
         seconds of pins.
+    ranks
+        first worker id and number of ranks of this host, for keys of this model.
+    digest
+        of what this model's bytes depend on beside its name.
     """
 
-    def __init__(self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None) -> None:
+    def __init__(
+        self, pool: PooledAllocator, metadata: Any, layers: int, one_copy: bool, lease: float | None,
+        ranks: tuple[int, int] = (0, 0), digest: str = "",
+    ) -> None:  # fmt: skip
         self.make: list[MakeKey] = [CacheEngineKey, LayerCacheEngineKey]  # classes of keys to give back
         self._pool = pool
         self._metadata = metadata
         self._layers = layers
         self._one_copy = one_copy
         self._lease = lease
+        self._ranks = ranks
+        self._digest = digest
+        self._absent: dict[Any, float] = {}  # no such namespace, until then
+        self._is_mine: dict[str, bool] = {}
         self.routes: dict[Any, Route] = {}  # by what `identity` says of a key
         self._by_name: dict[str, Route] = {}
         self._by_index: dict[int, Route] = {}
@@ -149,11 +163,15 @@ class Placement:
 
     def find(self, key: Any) -> Route | None:
         """The route of a key; None when its namespace is not there yet."""
-        route = self.routes.get(self.identity(key))
-        if route is None:
+        who = self.identity(key)
+        route = self.routes.get(who)
+        if route is None and self._absent.get(who, 0.0) <= time.monotonic():
             name = _name_of(self._facts(key))
-            if name in self._by_name or any(info.name == name for info in self._pool.cache.namespaces()):
-                route = self.make_way(key)
+            if name in self._by_name or self._pool.cache.has_namespace(name):
+                return self.make_way(key)
+            if len(self._absent) >= _MOST_ABSENT:
+                self._absent.clear()
+            self._absent[who] = time.monotonic() + _ABSENT_SECONDS
         return route
 
     def make_way(self, key: Any) -> Route:
@@ -164,6 +182,7 @@ class Placement:
             facts = self._facts(key)
             name = _name_of(facts)
             route = self.routes[who] = self._by_name.get(name) or self._open(name, facts)
+            self._absent.pop(who, None)
             self.make[hasattr(key, "layer_id")] = type(key)
         return route
 
@@ -175,17 +194,14 @@ class Placement:
                 f"at most {lib.SHMC_PARTS_MAX}",
                 hint="do not use layerwise objects",
             )
-        try:
-            space = self._pool.namespace(name, parts, facts, self._lease)
-        except ValueError as e:  # the facts are too long to be noted in the segment
-            raise ConfigurationError(f"model and tags {facts['model']!r}, {facts['tags']}: {e}") from e
-        route = Route(space, facts)
+        route = Route(self._pool.namespace(name, parts, _stored(facts), self._lease), facts)
         self._by_name[name] = self._by_index[route.space._index] = route
         return route
 
     def _facts(self, key: Any) -> dict[str, Any]:
         m = self._metadata
         known = m is not None and key.world_size == m.world_size
+        own = known and key.model_name == m.model_name
         layered = hasattr(key, "layer_id")
         if layered and not self._layers:
             raise ConfigurationError(
@@ -198,10 +214,11 @@ class Placement:
             "world": key.world_size,
             "dtype": dtype_name(key.dtype),
             "tags": [list(tag) for tag in key.tags or ()],
-            "first": m.worker_id - m.local_worker_id if known else 0,
-            "ranks": m.local_world_size if known else key.world_size,
+            "first": self._ranks[0] if known else 0,
+            "ranks": self._ranks[1] if known else key.world_size,
             "layers": self._layers if layered else 0,
             "mla": self._one_copy,
+            "kv": self._digest if own else "",
         }
 
     # ---- the other way ------------------------------------------------------------------------------
@@ -215,7 +232,9 @@ class Placement:
         found = []
         for info in self._pool.cache.namespaces():
             facts = info.descriptor
-            ours = isinstance(facts, dict) and facts.get("schema") == _SCHEMA
+            ours = isinstance(facts, dict) and facts.get("schema") == _SCHEMA and facts["tags"] is not None
+            if ours and m is not None and facts["kv"] != self._digest:
+                continue  # of the same name, but other bytes
             if ours and (m is None or (facts["model"], facts["world"]) == (m.model_name, m.world_size)):
                 found.append(info)
         return found
@@ -226,7 +245,10 @@ class Placement:
 
     def is_mine(self, namespace: str) -> bool:
         """Whether a namespace is of this model."""
-        return namespace in self._by_name or any(info.name == namespace for info in self._infos())
+        known = self._is_mine.get(namespace)
+        if known is None:
+            known = self._is_mine[namespace] = any(info.name == namespace for info in self._infos())
+        return known
 
     def parts(self, route: Route) -> range:
         """This rank's parts of a chunk; without metadata, all ranks'."""
@@ -247,6 +269,8 @@ def _name_of(facts: dict[str, Any]) -> str:
     words = [facts["model"], *(word for tag in facts["tags"] for word in tag)]
     name = f"lmcache:{facts['model']}@{facts['world']}@{facts['dtype']}"
     name += "".join(f"@{k}%{v}" for k, v in facts["tags"])
+    if facts["kv"]:
+        name += f"@kv={facts['kv']}"
     if facts["layers"]:
         name += f"@layers={facts['layers']}"
     if facts["mla"]:
@@ -254,7 +278,21 @@ def _name_of(facts: dict[str, Any]) -> str:
     elif (facts["first"], facts["ranks"]) != (0, facts["world"]):
         name += f"@ranks={facts['first']}+{facts['ranks']}"
     is_plain = all(isinstance(word, str) and not {"@", "%", "="} & set(word) for word in words)
-    if is_plain and len(name.encode()) <= lib.SHMC_NAME_MAX:
+    if is_plain and name.isascii() and len(name) <= lib.SHMC_NAME_MAX:
         return name
-    exact = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return f"lmcache:sha256={hashlib.sha256(exact.encode()).hexdigest()}"
+    return f"lmcache:sha256={_digest_of(facts)}"
+
+
+def _digest_of(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _stored(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts as a descriptor, which has room for 1 KiB: of longer tags a hash, from which no key can be told."""
+    try:
+        if len(json.dumps(facts, ensure_ascii=False).encode()) <= lib.SHMC_DESC_MAX:
+            return facts
+    except UnicodeEncodeError:
+        pass
+    return {**facts, "model": facts["model"][:64].encode("ascii", "replace").decode(), "tags": None,
+            "sha256": _digest_of(facts)}  # fmt: skip

@@ -40,6 +40,7 @@ class MemoryAllocatorInterface(abc.ABC):
     """What every allocator offers; the names are LMCache's, of all its versions."""
 
     pool: PooledAllocator | None = None  # where a backend can keep chunks
+    keeps_positions = False  # whether objects have room for the positions of their tokens
     page_bytes = 1  # `metadata.address` counts in these: bytes, or pages
 
     @abc.abstractmethod

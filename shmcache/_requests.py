@@ -6,7 +6,9 @@ and lookups without an id have one for each thread.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from .namespace import Namespace
 
 _MOST_LISTS = 1024  # lookups that nobody finished; the oldest is forgotten
+_MOST_FOUND = 65536  # in one list that nobody touches
 
 
 class Found(NamedTuple):
@@ -32,12 +35,16 @@ class RequestKeys:
         self._lists: OrderedDict[Any, list[Found]] = OrderedDict()
         self._threads: dict[Any, int] = {}  # lookup id -> thread that looked it up
         self._lock = threading.Lock()
+        _all.add(self)
 
     def add(self, found: Found, lookup_id: str | None = None) -> None:
         """This was found by the calling thread."""
         me = threading.get_ident()
         with self._lock:
-            self._lists.setdefault(me if lookup_id is None else lookup_id, []).append(found)
+            found_so_far = self._lists.setdefault(me if lookup_id is None else lookup_id, [])
+            found_so_far.append(found)
+            if len(found_so_far) > _MOST_FOUND:
+                del found_so_far[0]
             if lookup_id is not None:
                 self._threads[lookup_id] = me
             if len(self._lists) > _MOST_LISTS:
@@ -63,3 +70,15 @@ class RequestKeys:
 
     def __len__(self) -> int:
         return len(self.all())
+
+
+_all: weakref.WeakSet[RequestKeys] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: another thread of the parent may have been inside."""
+    for requests in list(_all):
+        requests._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -7,6 +7,8 @@ this host, or by 1 when all of them read one copy (MLA).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +121,34 @@ def _checked(value: Any, name: str) -> int:
     return found
 
 
+def ranks_of_host(config: Any, metadata: Any) -> tuple[int, int]:
+    """First worker id of this host, and how many ranks it has.
+
+    From `local_world_size`; `local_worker_id` says nothing, since engines put the number of the GPU there.
+    `extra_config["shmcache.first_rank"]` and `["shmcache.local_ranks"]` win, for engines that put the
+    world's size into `local_world_size` on several hosts. ConfigurationError when they do not fit the world.
+    """
+    world = int(metadata.world_size)
+    extra = config.extra_config or {}
+    n = int(extra.get("shmcache.local_ranks") or metadata.local_world_size or world)
+    n = max(1, min(n, world))
+    first = int(extra.get("shmcache.first_rank", metadata.worker_id // n * n))
+    if not 0 <= first < world:
+        raise ConfigurationError(f"shmcache.first_rank is {first}: the world has ranks 0 to {world - 1}")
+    return first, min(n, world - first)
+
+
+def kv_digest(config: Any, metadata: Any) -> str:
+    """What the bytes of a model's chunks depend on beside its name: shapes, format, and the revision that was given."""
+    facts = [
+        [[int(shape[0]), int(shape[1]), int(shape[3]), str(dtype)] for shape, dtype in
+         zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)],
+        bool(config.use_layerwise), bool(config.enable_blending),
+        str(config.get_extra_config_value("shmcache.revision", "")),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
 def one_copy(config: Any, metadata: Any) -> bool:
     """Whether one rank's copy serves all: MLA, unless `save_only_first_rank` is switched off."""
     if metadata is None or not metadata.use_mla:
@@ -152,14 +182,14 @@ def effective_gib(configured: float, config: Any, metadata: Any) -> float:
 def configured_gib(config: Any, metadata: Any) -> float:
     """What the configuration says: with one copy for all, the host of the first rank may have a size of its own."""
     size = float(config.max_local_cpu_size)
-    if one_copy(config, metadata) and _is_first_host(metadata):
+    if one_copy(config, metadata) and _is_first_host(config, metadata):
         size = float(config.get_extra_config_value("first_rank_max_local_cpu_size", size))
     return size
 
 
-def _is_first_host(metadata: Any) -> bool:
-    start = metadata.worker_id - metadata.local_worker_id
-    return bool(start <= metadata.first_rank < start + metadata.local_world_size)
+def _is_first_host(config: Any, metadata: Any) -> bool:
+    first, n = ranks_of_host(config, metadata)
+    return bool(first <= metadata.first_rank < first + n)
 
 
 def extent_bytes(nbytes: int, align: int) -> int:

@@ -31,7 +31,7 @@ from .reservation import Reservation
 __all__ = ["SharedCPUBackend"]
 
 _log = logging.getLogger("shmcache")
-_LIST_BATCH = 4096
+_LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
 class HotCache(Mapping[Any, TensorMemoryObj]):
@@ -112,9 +112,12 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         if pool is None:
             raise TypeError(f"memory_allocator is {memory_allocator!r}: it is one of shmcache's, not private and paged")
         self._pool = pool
+        self.memory_allocator.keeps_positions = self.layerwise and self.enable_blending
         one_copy = _sizing.one_copy(config, metadata)
+        self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
+        digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
         self._placement = Placement(
-            self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None
+            self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None, ranks, digest
         )
         self._routes = self._placement.routes
         own = self._placement.own()
@@ -127,13 +130,17 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         self.batched_msg_sender: SegmentMessages | None = None
         if lmcache_worker is not None and metadata is not None:
             self.batched_msg_sender = SegmentMessages(
-                metadata, config, str(self), lmcache_worker, self.cache, self._placement.is_mine,
+                metadata, config, str(self), lmcache_worker, self.cache, self._placement.is_mine, self._whole_chunks,
                 f"messages of {metadata.model_name}@{metadata.world_size}", **self.message_classes,
             )  # fmt: skip
         register(self)
 
     def _agree_by_default(self) -> bool:
         return False
+
+    def _speaks_for_host(self) -> bool:
+        """Whether this is the first rank of its host, which tells what all of them share."""
+        return self.metadata is None or bool(self.metadata.worker_id == self._ranks[0])
 
     def _num_layers(self) -> int:
         explicit = self.config.get_extra_config_value("shmcache.num_layers", None)
@@ -196,13 +203,15 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
         space = route.space
         ours = isinstance(memory_obj, TensorMemoryObj) and memory_obj._namespace is space and not memory_obj.published
+        ours = ours and not hasattr(memory_obj, "_narrowed")
         if not ours and space.contains(key.chunk_hash, part=part):
             return
         obj = memory_obj if ours else self._adopted(memory_obj, space)
         if obj is None:
-            _log.warning("not stored: no memory for a copy of %d bytes", memory_obj.get_size())
             return
         try:
+            if self.memory_allocator.keeps_positions:
+                obj.store_positions()
             stored = space.put(key.chunk_hash, obj, part=part)
             obj._key = key.chunk_hash
         finally:
@@ -239,10 +248,17 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             return False
         space = route.space
         if not all(
-            isinstance(obj, TensorMemoryObj) and obj._namespace is space and obj._holds and not obj.published
+            isinstance(obj, TensorMemoryObj)
+            and obj._namespace is space
+            and obj._holds
+            and not obj.published
+            and not hasattr(obj, "_narrowed")
             for _, obj in pairs
         ):
             return False
+        if self.memory_allocator.keeps_positions:
+            for _, obj in pairs:
+                obj.store_positions()
         hashes = [key.chunk_hash for key, _ in pairs]
         stored = space.put_many(hashes, [obj for _, obj in pairs], part=part)
         self.lifespans.met(hashes)
@@ -287,6 +303,10 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
                 mine = parts if published == whole else [part for part in parts if there[part][chunk]]
                 found += route.keys((chunk,), mine, make)
         return found
+
+    def _whole_chunks(self) -> list[Any]:
+        """Hashes of this model's complete chunks."""
+        return [chunk for route in self._placement.mine() for chunk in route.space.keys()]
 
     def clear(self) -> int:
         """Remove every chunk of this model that nobody holds or pins; how many tokens those were.

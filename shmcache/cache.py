@@ -219,6 +219,17 @@ class SharedCache(DefaultMethods):
         n = self._attached("namespaces").mapping.geometry.max_namespaces
         return [info for info in map(self._namespace_at, range(n)) if info is not None]
 
+    def has_namespace(self, name: str) -> bool:
+        """Whether there is one of this name; takes no lock."""
+        raw = name.encode("utf-8", "surrogatepass")
+        out = ffi.new("shmc_namespace_info *")
+        for index in range(self._attached("namespaces").mapping.geometry.max_namespaces):
+            a = self._attachment
+            there = lib.shmc_namespace_at(a.handle, index, out) == 0 and out.name_len == len(raw)
+            if there and bytes(ffi.buffer(out.name)[0 : len(raw)]) == raw:
+                return True
+        return False
+
     def _namespace_at(self, index: int) -> NamespaceInfo | None:
         out = ffi.new("shmc_namespace_info *")
         while True:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -180,21 +180,27 @@ class SegmentMessages(BatchedMessageSender):
         whose events.
     is_ours
         says of a namespace, by name, whether its events are to be sent.
+    chunks
+        gives the hashes of all complete chunks: announced by who comes first, since a warm segment has
+        some, and when events were overwritten before they were sent.
     topic
         processes with the same topic elect one that sends.
     """
 
     def __init__(
         self, metadata: Any, config: Any, location: str, lmcache_worker: Any, cache: SharedCache,
-        is_ours: Callable[[str], bool], topic: str, **classes: Any,
+        is_ours: Callable[[str], bool], chunks: Callable[[], Iterable[Any]], topic: str, **classes: Any,
     ) -> None:  # fmt: skip
         super().__init__(metadata, config, location, lmcache_worker, **classes)
         self._cache = cache
         self._is_ours = is_ours
+        self._chunks = chunks
         mapping = cache._attached().mapping
         self._election = Election(mapping, topic) if hasattr(mapping, "inode") else None
         self._elected = self._election is None or self._election.won()
         self._next = cache.events().next  # what came before is known, or is another's to send
+        if self._elected:
+            self._announce()
         self._ask_at = 0.0
         self._polling = threading.Lock()
         self._ended = threading.Event()
@@ -202,15 +208,21 @@ class SegmentMessages(BatchedMessageSender):
         self._poller.start()
 
     def _follow(self) -> None:
-        while not self._ended.wait(self.batch_timeout):
+        pause = self.batch_timeout
+        while not self._ended.wait(pause):
             try:
                 self._poll()
+                pause = self.batch_timeout
             except SegmentClosedError:
-                return
-            except ShmCacheError as e:
-                if not self._ended.is_set():
-                    _log.warning("messages of %s ended: %s", self._cache.name, e)
-                return
+                break
+            except (ShmCacheError, OSError) as e:
+                if pause == self.batch_timeout:
+                    _log.warning("messages of %s wait: %s", self._cache.name, e)
+                pause = _RETRY_LAST
+
+    def _announce(self) -> None:
+        for chunk in self._chunks():
+            self.add_kv_op(self.op_types.ADMIT, chunk)
 
     def _poll(self) -> None:
         """Hand on what has happened since, when it is ours to do so."""
@@ -220,7 +232,9 @@ class SegmentMessages(BatchedMessageSender):
                 return
             events = self._cache.events(self._next)
             if events.lost and not takes_over:
-                _log.warning("%d events of %s were overwritten before they were sent", events.lost, self._cache.name)
+                _log.warning("%d events of %s were overwritten before they were sent: all its keys are announced again",
+                             events.lost, self._cache.name)  # fmt: skip
+                self._announce()
             self._next = events.next
             for e in events:
                 if e.complete and self._is_ours(e.namespace):

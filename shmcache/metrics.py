@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import os
 import threading
 import time
 import weakref
@@ -32,7 +33,7 @@ __all__ = ["Lifespans", "collect", "register", "segment_metrics"]
 
 _LIFESPAN_MINUTES = (0, 1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000)
 _LIFESPAN_SAMPLE = 32
-_MOST_FIRST_SEEN = 1 << 20
+_MOST_FIRST_SEEN = 1 << 17
 
 _backends: weakref.WeakSet[SharedCPUBackend] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -54,7 +55,7 @@ class Lifespans:
         """Chunks were put."""
         first, now = self._first, time.monotonic()
         for chunk in chunks:
-            first.setdefault(chunk, now)
+            first[chunk] = now
         if len(first) > _MOST_FIRST_SEEN:
             for _ in range(len(first) - _MOST_FIRST_SEEN):
                 first.popitem(last=False)
@@ -104,7 +105,7 @@ def _backend_metrics(backend: SharedCPUBackend, stats: Stats) -> Iterator[Metric
         "role": str(getattr(m, "role", None)),
         "served_model_name": str(getattr(m, "served_model_name", None) or ""),
     }
-    shared = m is None or m.local_worker_id == 0  # else another rank tells it
+    shared = backend._speaks_for_host()  # else another rank tells it
     own_pins, pins = backend._pins()
     sender = backend.batched_msg_sender
     for name, text, value in (
@@ -177,3 +178,11 @@ def register(backend: SharedCPUBackend) -> None:
         if not _registered:
             REGISTRY.register(_Collector())
             _registered = True
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -23,8 +23,11 @@ import functools
 import inspect
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
+
+import torch
 
 try:
     from lmcache.observability import LMCStatsMonitor, PrometheusLogger
@@ -43,12 +46,16 @@ except ImportError as e:
 from ..allocators import MixedMemoryAllocator, TensorMemoryObj
 from ..backend import SharedCPUBackend
 from ..errors import SegmentClosedError, ShmCacheError
+from ..memory import release_many
 
 __all__ = ["ShmLocalCPUBackend"]
 
 _log = logging.getLogger("shmcache")
 _LOG_EVERY = 10.0  # seconds between two lines about the same failing method
+_LAYERWISE_ID = "fake_lookup_id"  # what LMCache's StorageManager passes for layerwise loads
 _FEED_EVERY = 1.0  # seconds between two updates of LMCache's gauges
+
+_SOFT = (ShmCacheError, ValueError, TypeError)  # the last two: keys that cannot be stored, such as of endless tags
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +67,27 @@ class ShmMemoryObj(TensorMemoryObj):
 
     metadata_class = MemoryObjMetadata
     format_class = MemoryFormat
+
+    def ref_count_down(self) -> None:
+        """One reference less, once the device has done what it was asked to do with the bytes.
+
+        LMCache counts down when a copy is only queued: in one process the stream keeps the order, here
+        another process could evict the chunk and write over what is being read.
+        """
+        event = None if self._attachment.closed else _pending_copies()
+        if event is None:
+            super().ref_count_down()
+            return
+        try:
+            hold = self._holds.pop()
+        except IndexError:
+            self._no_reference()
+            return
+        try:
+            self._attachment.release_after([hold], event)
+        except BaseException:
+            self._holds.append(hold)
+            raise
 
     def _no_reference(self) -> None:
         """Logged, as LMCache does, and nothing changes."""
@@ -102,6 +130,23 @@ class ShmMemoryObj(TensorMemoryObj):
             return 0, 0
 
 
+def _pending_copies() -> Any:
+    """An event behind all that the current stream has been given; None when all is done, or there is no GPU."""
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return None
+    event = cuda.Event()
+    event.record()
+    return None if event.query() else event
+
+
+def _finish_copies() -> None:
+    """Bytes are complete before they are published: another process does not see this one's stream."""
+    event = _pending_copies()
+    if event is not None:
+        event.synchronize()
+
+
 MemoryObj.register(ShmMemoryObj)
 MemoryAllocatorInterface.register(MixedMemoryAllocator)
 
@@ -109,7 +154,7 @@ MemoryAllocatorInterface.register(MixedMemoryAllocator)
 _logged_at: dict[str, float] = {}
 
 
-def _goes_on(what: str, e: ShmCacheError) -> None:
+def _goes_on(what: str, e: Exception) -> None:
     """The engine goes on without the cache, which is said now and then; with a closed one it does not."""
     if isinstance(e, SegmentClosedError):
         raise e
@@ -121,13 +166,15 @@ def _goes_on(what: str, e: ShmCacheError) -> None:
 
 def _soft(method: F, answer: Callable[..., Any]) -> F:
     """`method`, which where the segment fails answers as an empty cache would."""
+    # sizes that make no sense are the engine's to know
+    soft = (ShmCacheError,) if method.__name__ == "batched_allocate" else _SOFT
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await method(self, *args, **kwargs)
-            except ShmCacheError as e:
+            except _SOFT as e:
                 _goes_on(method.__name__, e)
                 return answer(*args, *kwargs.values())
 
@@ -137,7 +184,7 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
     def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except ShmCacheError as e:
+        except soft as e:
             _goes_on(method.__name__, e)
             return answer(*args, *kwargs.values())
 
@@ -175,7 +222,7 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         """See `SharedCPUBackend`."""
         try:
             return SharedCPUBackend.contains(self, key, pin)
-        except ShmCacheError as e:
+        except _SOFT as e:
             _goes_on("contains", e)
             return False
 
@@ -183,22 +230,23 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         """See `SharedCPUBackend`."""
         try:
             return SharedCPUBackend.get_blocking(self, key)
-        except ShmCacheError as e:
+        except _SOFT as e:
             _goes_on("get_blocking", e)
             return None
 
     def submit_put_task(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
         """See `SharedCPUBackend`."""
         try:
+            _finish_copies()
             SharedCPUBackend.submit_put_task(self, key, memory_obj, on_complete_callback)
-        except ShmCacheError as e:
+        except _SOFT as e:
             _goes_on("submit_put_task", e)
 
     def unpin(self, key: Any) -> bool:
         """See `SharedCPUBackend`."""
         try:
             return SharedCPUBackend.unpin(self, key)
-        except ShmCacheError as e:
+        except _SOFT as e:
             _goes_on("unpin", e)
             return False
 
@@ -210,8 +258,22 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
             _goes_on("allocate", e)
             return None
 
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: Sequence[Any], transfer_spec: Any = None
+    ) -> list[Any]:
+        """See `SharedCPUBackend`; KeyError when a layer misses chunks that the layers before had.
+
+        Then a shorter list is no answer: the engine has begun to load the chunks, and its connectors would
+        take the missing bytes from wherever they copy.
+        """
+        found = await SharedCPUBackend.batched_get_non_blocking(self, lookup_id, keys, transfer_spec)
+        if len(found) < len(keys) and lookup_id == _LAYERWISE_ID:
+            release_many(found)
+            raise KeyError(f"layer {getattr(keys[0], 'layer_id', '?')}: {len(keys) - len(found)} chunks went meanwhile")
+        return found
+
     def _agree_by_default(self) -> bool:
-        return self.metadata is not None and self.metadata.local_world_size > 1
+        return self._ranks[1] > 1
 
     def __str__(self) -> str:
         return "LocalCPUBackend"
@@ -220,18 +282,31 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         if self.metadata is None:
             return
         gauges = PrometheusLogger.GetOrCreate(self.metadata, config=self.config)
-        gauges.local_cpu_hot_cache_count.set_function(lambda: len(self.hot_cache))
-        gauges.local_cpu_keys_in_request_count.set_function(lambda: len(self._requests))
-        gauges.pin_monitor_pinned_objects_count.set_function(lambda: self._pins()[0])
-        if self.batched_msg_sender is not None:
-            gauges.kv_msg_queue_size.set_function(self.batched_msg_sender.qsize)
+        me = weakref.ref(self)  # the gauges outlive the backend
+
+        def told(figure: Callable[[ShmLocalCPUBackend], float]) -> Callable[[], float]:
+            def tell() -> float:
+                backend = me()
+                try:
+                    return 0.0 if backend is None else figure(backend)
+                except ShmCacheError:
+                    return 0.0  # closed, or damaged
+
+            return tell
+
+        gauges.local_cpu_hot_cache_count.set_function(told(lambda b: len(b.hot_cache)))
+        gauges.local_cpu_keys_in_request_count.set_function(told(lambda b: len(b._requests)))
+        gauges.pin_monitor_pinned_objects_count.set_function(told(lambda b: b._pins()[0]))
+        gauges.kv_msg_queue_size.set_function(
+            told(lambda b: b.batched_msg_sender.qsize() if b.batched_msg_sender else 0)
+        )
         stats = self.cache.stats()  # what happened before is not ours to tell
         self._told = {field: getattr(stats, field) for field in self._told}
 
     def _feed(self) -> None:
         """LMCache's monitor is told what it would have counted; the segment's figures by the first rank of the host."""
         now = time.monotonic()
-        if now < self._feed_at or (self.metadata is not None and self.metadata.local_worker_id):
+        if now < self._feed_at or not self._speaks_for_host():
             return
         self._feed_at = now + _FEED_EVERY
         stats = self.cache.stats()
@@ -252,6 +327,7 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         on_complete_callback: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
         """See `SharedCPUBackend`."""
+        _finish_copies()
         SharedCPUBackend.batched_submit_put_task(self, keys, memory_objs, transfer_spec, on_complete_callback)
         self._feed()
 
@@ -264,7 +340,7 @@ def _keys(*args: Any) -> list[Any]:
 for _name, _answer in {
     "batched_contains": lambda *_: 0, "batched_async_contains": lambda *_: 0, "touch_cache": lambda *_: None,
     "batched_submit_put_task": lambda *_: None, "batched_get_blocking": _keys,
-    "batched_get_non_blocking": lambda *_: [], "pin": lambda *_: False, "batched_unpin": lambda *_: 0,
+    "pin": lambda *_: False, "batched_unpin": lambda *_: 0,
     "remove": lambda *_: False,
     "batched_remove": lambda *_: 0, "batched_allocate": lambda *_: None, "get_keys": lambda *_: [],
     "clear": lambda *_: 0,
