@@ -680,6 +680,30 @@ def test_T_L_an_object_of_plain_bytes_is_stored(kit: Kit, raw: Any) -> None:
     got.ref_count_down()
 
 
+def test_T_L_a_chunk_that_turned_out_not_to_be_full_is_stored_as_what_it_is(kit: Kit) -> None:
+    """A remote connector allocates a full chunk, reads less, and then narrows `raw_data` and the shape."""
+    backend = kit.backend()
+    full, part = torch.Size((2, 4, 16, 64)), torch.Size((2, 4, 5, 64))
+    values = torch.arange(part.numel()).to(BF16)
+    for batched in (False, True):
+        key = kit.key(int(batched))
+        obj = backend.allocate(full, BF16, kit.formats["KV_2LTD"], busy_loop=False)
+        n = part.numel() * 2
+        obj.raw_data[:n].view(BF16).copy_(values)
+        obj.raw_data = obj.raw_data[:n]
+        obj.meta.shape = part
+        if batched:
+            backend.batched_submit_put_task([key], [obj])
+        else:
+            backend.submit_put_task(key, obj)
+        obj.ref_count_down()
+        got = backend.get_blocking(key)
+        assert got.tensor.shape == part and got.metadata.shape == part and got.get_num_tokens() == 5
+        assert torch.equal(got.tensor.flatten(), values)
+        got.ref_count_down()
+    assert backend.memory_allocator.memcheck()
+
+
 def test_T_L_one_reference_too_few(kit: Kit) -> None:
     backend = kit.backend()
     obj = kit.obj(backend)

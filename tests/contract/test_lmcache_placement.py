@@ -179,6 +179,27 @@ def test_default_formats(make: Setup, layerwise: bool, blending: bool, fmt: str)
     got.ref_count_down()
 
 
+def test_positions_of_tokens_are_kept_for_blending(make: Setup) -> None:
+    """What was set on the metadata before the put is read by another handle; none where none was set."""
+    one = make(use_layerwise=True, enable_blending=True)
+    two = make(use_layerwise=True, enable_blending=True)
+    shape = torch.Size((2, 16, 64))
+    for chunk, positions in ((1, torch.arange(100, 116)), (2, None), (3, torch.arange(5))):
+        key = make.key(chunk).get_first_layer()
+        obj = one.allocate(shape, BF16, busy_loop=False)
+        assert obj.metadata.cached_positions is None, "memory may have held another's"
+        obj.tensor.fill_(chunk)
+        obj.metadata.cached_positions = positions
+        one.batched_submit_put_task([key], [obj])
+        obj.ref_count_down()
+        got = two.get_blocking(key)
+        found = got.metadata.cached_positions
+        assert (found is None) if positions is None else torch.equal(found, positions)
+        assert got.get_size() == shape.numel() * 2 and float(got.tensor.max()) == chunk
+        got.ref_count_down()
+        assert one.remove(key)
+
+
 # ---- groups of layers -----------------------------------------------------------------------------------
 
 
