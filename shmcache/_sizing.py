@@ -139,11 +139,16 @@ def ranks_of_host(config: Any, metadata: Any) -> tuple[int, int]:
 
 
 def kv_digest(config: Any, metadata: Any) -> str:
-    """What the bytes of a model's chunks depend on beside its name: shapes, format, and the revision that was given."""
+    """What the bytes of a model's chunks depend on beside its name: sizes, format, and the revision that was given.
+
+    The same for all ranks: the number of layers is not in it, since stages of a pipeline have unequal ones.
+    """
+    sizes = {
+        (int(shape[0]), int(shape[3]), str(dtype))
+        for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
+    }
     facts = [
-        [[int(shape[0]), int(shape[1]), int(shape[3]), str(dtype)] for shape, dtype in
-         zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)],
-        bool(config.use_layerwise), bool(config.enable_blending),
+        sorted(sizes), bool(config.use_layerwise), bool(config.enable_blending),
         str(config.get_extra_config_value("shmcache.revision", "")),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]

@@ -84,6 +84,20 @@ def test_after_close_it_says_so(kit: Kit) -> None:
         backend.contains(kit.key(1))
 
 
+def test_a_layerwise_load_never_gets_a_shorter_list(kit: Kit) -> None:
+    """LMCache has begun with the chunks by then: KeyError, as from its own backend, and no reference is kept."""
+    backend = kit.backend({"use_layerwise": True}, metadata=kit.metadata(world_size=1, local_world_size=1))
+    keys = [kit.key(chunk, world_size=1).get_first_layer() for chunk in (1, 2, 3)]
+    for key in (keys[0], keys[2]):
+        obj = kit.obj(backend)
+        backend.submit_put_task(key, obj)
+        obj.ref_count_down()
+    with pytest.raises(KeyError):
+        asyncio.run(backend.batched_get_non_blocking("fake_lookup_id", keys))
+    assert backend.cache.stats().counts.holds == 0
+    assert len(asyncio.run(backend.batched_get_non_blocking("a lookup", keys))) == 1
+
+
 class Copies:
     """Stands in for what a stream has still to do."""
 
