@@ -154,6 +154,7 @@ class EngineMetadata:
     chunk_size: int = 256
     layer_groups: list[LayerGroup] | None = None
     first_rank: int = 0
+    served_model_name: str | None = None
 
     def is_first_rank(self) -> bool:
         """Whether this is the rank that saves for all under MLA."""
