@@ -139,12 +139,14 @@ def ranks_of_host(config: Any, metadata: Any) -> tuple[int, int]:
 
 
 def kv_digest(config: Any, metadata: Any) -> str:
-    """What the bytes of a model's chunks depend on beside its name: sizes, format, and the revision that was given.
+    """What the bytes of a model's chunks depend on beside its name: shapes, format, and the revision that was given.
 
-    The same for all ranks: the number of layers is not in it, since stages of a pipeline have unequal ones.
+    The same for all ranks, so that how many layers there are counts only for a rank that is alone: stages
+    of a pipeline have unequal numbers.
     """
+    alone = metadata.world_size == 1
     sizes = {
-        (int(shape[0]), int(shape[3]), str(dtype))
+        (int(shape[0]), int(shape[1]) if alone else 0, int(shape[3]), str(dtype))
         for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
     }
     facts = [

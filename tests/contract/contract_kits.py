@@ -279,6 +279,11 @@ def eventually(true: Callable[[], object], timeout: float = 10.0) -> bool:
     return True
 
 
+def settled(cache: Any) -> bool:
+    """Whether no thread in the background will take the lock of a cache any more: its memory is all there."""
+    return eventually(lambda: cache.stats().prefault.startswith(("done", "lazy")))
+
+
 def in_threads(*work: Callable[[], object], timeout: float = 30.0) -> list[BaseException]:
     """Runs each in a thread of its own, all at once; what they raised."""
     raised: list[BaseException] = []

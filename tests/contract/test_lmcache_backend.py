@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from contract_differences import expected
-from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, in_threads, modules
+from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, in_threads, modules, settled
 
 import shmcache
 from shmcache import errors
@@ -152,6 +152,7 @@ def test_T_L12_a_batch_of_new_keys_is_one_notice_and_one_of_duplicates_none(kit:
     told: list[Any] = []
     if not kit.ours:
         backend.cache_policy.update_on_put = told.append
+    assert not kit.ours or settled(backend.cache)
     start = backend.cache.events().next if kit.ours else 0
     before = backend.cache.stats().lock.acquisitions if kit.ours else 0
     backend.batched_submit_put_task(keys, objs)

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import prometheus_client
 import pytest
-from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, eventually
+from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, eventually, settled
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmcache
@@ -165,6 +165,7 @@ def test_a_scrape_takes_no_lock(ranks: Ranks) -> None:
         ranks.put(chunk)
     zero.contains(ranks.key(0), pin=True)
     zero.batched_msg_sender.flush()
+    assert settled(zero.cache)
     before = zero.cache.stats().lock.acquisitions
     for _ in range(3):
         ranks.scrape()

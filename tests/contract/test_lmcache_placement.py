@@ -332,9 +332,10 @@ def test_tags_models_dtypes_and_world_sizes_do_not_mix(make: Setup) -> None:
     ("meta", "extra", "settings"),
     [
         ({"kv_shape": (4, 2, 16, 2, 64)}, {}, {}),
+        ({"kv_shape": (3, 2, 16, 1, 64)}, {}, {}),
         ({"kv_dtype": torch.float16}, {}, {}), ({}, {"shmcache.revision": "main@2"}, {}),
     ],
-    ids=["heads", "dtype", "revision"],
+    ids=["heads", "layers", "dtype", "revision"],
 )  # fmt: skip
 def test_bytes_that_look_different_do_not_mix(
     make: Setup, meta: dict[str, Any], extra: dict[str, Any], settings: dict[str, Any]
