@@ -226,6 +226,8 @@ uint32_t shmc_owner_count(const shmc_owner *o);
 int shmc_release(shmc *h, shmc_owner **owners, uint32_t n);   /* last to first; empty ones are skipped */
 /* shmc_adopt -- move an unpublished, unreserved block to another namespace, as if allocated there now */
 int shmc_adopt(shmc *h, uint32_t ns, shmc_owner *o);
+/* shmc_set_meta -- other bytes beside an unpublished block, by its writer; those of the allocation are gone */
+int shmc_set_meta(shmc *h, const shmc_owner *o, const uint8_t *meta, uint32_t meta_len);
 int shmc_dup(shmc *h, const shmc_part *part, shmc_owner *to, int as_pin);
 int shmc_ref_count(shmc *h, const shmc_part *part, uint32_t *refs, uint32_t *pins);
 
