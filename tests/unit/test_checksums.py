@@ -251,7 +251,7 @@ def test_it_is_the_segments_for_life(name: str) -> None:
         assert cache.checksum == "xxh3"
         cache.unlink()
     for wrong in ("crc32c", "", None, True):
-        with pytest.raises(ValueError, match="checksum is .*'none', 'xxh3'"):
+        with pytest.raises(ValueError, match=r"checksum is .*'none', 'xxh3'"):
             shmcache.open(name, capacity=MIB, checksum=wrong)  # type: ignore[arg-type]
 
 
