@@ -141,15 +141,21 @@ def rows(
     # by one thread, unlike torch's copies: a checksum is computed by one too
     raw, buffer = bytes(source.numpy()), bytearray(2 << 20)
 
-    def store_bytes(where: shmcache.SharedCache) -> None:
-        with where.allocate(2 << 20) as obj:
-            obj.byte_array[:] = raw
-            where.put(fresh(), obj)
+    def stores(where: shmcache.SharedCache) -> Callable[[], None]:
+        def call() -> None:
+            with where.allocate(2 << 20) as obj:
+                obj.byte_array[:] = raw
+                where.put(fresh(), obj)
 
-    def load_bytes(verify: bool) -> None:
-        with summed.get(b"large", verify=verify) as obj:
-            buffer[:] = obj.byte_array
-        summed.touch([b"large"])  # so that the row before does not evict it
+        return call
+
+    def loads(verify: bool) -> Callable[[], None]:
+        def call() -> None:
+            with summed.get(b"large", verify=verify) as obj:
+                buffer[:] = obj.byte_array
+            summed.touch([b"large"])  # so that the row before does not evict it
+
+        return call
 
     def call() -> None:
         libc.getpid()
@@ -184,16 +190,8 @@ def rows(
         Row("the same, pin + touch + release", pinned, 20, "b''.join", joined, 100, None),
         Row("touch 1,000 keys, packed", lambda: ns.touch(packed), 20, "b''.join", joined, 100, None),
         Row("store 2 MiB with copy, evicting", store, 10, "a bare copy of 2 MiB", lambda: into.copy_(source), 10, None),
-        Row(
-            "store 2 MiB with a checksum",
-            lambda: store_bytes(summed),
-            10,
-            "without",
-            lambda: store_bytes(plain),
-            10,
-            None,
-        ),
-        Row("load 2 MiB, verified", lambda: load_bytes(True), 10, "not verified", lambda: load_bytes(False), 10, None),
+        Row("store 2 MiB with a checksum", stores(summed), 10, "without", stores(plain), 10, None),
+        Row("load 2 MiB, verified", loads(True), 10, "not verified", loads(False), 10, None),
     ]
 
 
