@@ -206,6 +206,16 @@ def test_an_object_of_several_tensors(cache: shmcache.SharedCache) -> None:
         cache.get("k", verify=True)
 
 
+def test_an_object_in_a_page_is_summed_without_the_rest_of_the_page(cache: shmcache.SharedCache) -> None:
+    with cache.default._allocate(_meta.layout_in_page((100,), "uint8", None, 8192), True, 0.0) as obj:  # type: ignore[union-attr]
+        obj.byte_array[:] = b"p" * 100
+        assert cache.put("k", obj)
+    with cache.get("k") as obj:  # type: ignore[union-attr]
+        flip(cache, obj, 100)
+    with cache.get("k", verify=True) as obj:  # type: ignore[union-attr]
+        assert stored_sum(obj) == xxhash.xxh3_64_intdigest(b"p" * 100)
+
+
 def test_a_put_that_stored_nothing_may_be_followed_by_another(cache: shmcache.SharedCache) -> None:
     store(cache, "k")
     obj = filled(cache, 4096)
@@ -231,6 +241,22 @@ def test_the_description_of_what_is_published_is_never_changed(cache: shmcache.S
         for wrong in (0, 49):
             assert lib.shmc_set_meta(h, obj._holds[0][0], b"x" * 49, wrong) == lib.SHMC_E_INVAL
     cache.get("k", verify=True).release()  # type: ignore[union-attr]
+
+
+def test_a_child_puts_its_own_and_not_its_parents(cache: shmcache.SharedCache, fork: Any) -> None:
+    parents = filled(cache, 100)
+
+    def child(_: Any) -> None:
+        with pytest.raises(shmcache.StaleHandleError):
+            cache.put("parents", parents)
+        store(cache, "childs")
+        cache.get("childs", verify=True).release()  # type: ignore[union-attr]
+
+    assert fork(child).wait() == 0
+    cache.get("childs", verify=True).release()  # type: ignore[union-attr]
+    assert cache.put("parents", parents)
+    parents.release()
+    cache.get("parents", verify=True).release()  # type: ignore[union-attr]
 
 
 # ---- the option ----------------------------------------------------------------------------------------
