@@ -80,7 +80,7 @@ typedef struct {
     uint32_t max_attachments;
     uint32_t lifetime;        /* 0 persistent, 1 ephemeral */
     uint32_t mode;
-    uint32_t flags;           /* Python's own: hugepages, numa, prefault as asked */
+    uint32_t flags;           /* Python's own: hugepages as asked, checksum */
     uint32_t numa_node_mask;
 
     uint64_t region_stride;   /* distance of two regions in the arena's address space */
