@@ -139,11 +139,16 @@ def ranks_of_host(config: Any, metadata: Any) -> tuple[int, int]:
 
 
 def kv_digest(config: Any, metadata: Any) -> str:
-    """What the bytes of a model's chunks depend on beside its name: shapes, format, and the revision that was given."""
+    """What the bytes of a model's chunks depend on beside its name: sizes, format, and the revision that was given.
+
+    The same for all ranks: the number of layers is not in it, since stages of a pipeline have unequal ones.
+    """
+    sizes = {
+        (int(shape[0]), int(shape[3]), str(dtype))
+        for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
+    }
     facts = [
-        [[int(shape[0]), int(shape[1]), int(shape[3]), str(dtype)] for shape, dtype in
-         zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)],
-        bool(config.use_layerwise), bool(config.enable_blending),
+        sorted(sizes), bool(config.use_layerwise), bool(config.enable_blending),
         str(config.get_extra_config_value("shmcache.revision", "")),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
@@ -182,14 +187,14 @@ def effective_gib(configured: float, config: Any, metadata: Any) -> float:
 def configured_gib(config: Any, metadata: Any) -> float:
     """What the configuration says: with one copy for all, the host of the first rank may have a size of its own."""
     size = float(config.max_local_cpu_size)
-    if one_copy(config, metadata) and _is_first_host(metadata):
+    if one_copy(config, metadata) and _is_first_host(config, metadata):
         size = float(config.get_extra_config_value("first_rank_max_local_cpu_size", size))
     return size
 
 
-def _is_first_host(metadata: Any) -> bool:
-    start = metadata.worker_id - metadata.local_worker_id
-    return bool(start <= metadata.first_rank < start + metadata.local_world_size)
+def _is_first_host(config: Any, metadata: Any) -> bool:
+    first, n = ranks_of_host(config, metadata)
+    return bool(first <= metadata.first_rank < first + n)
 
 
 def extent_bytes(nbytes: int, align: int) -> int:

@@ -114,7 +114,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         self._pool = pool
         self.memory_allocator.keeps_positions = self.layerwise and self.enable_blending
         one_copy = _sizing.one_copy(config, metadata)
-        ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
+        self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
         digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
         self._placement = Placement(
             self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None, ranks, digest
@@ -137,6 +137,10 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
 
     def _agree_by_default(self) -> bool:
         return False
+
+    def _speaks_for_host(self) -> bool:
+        """Whether this is the first rank of its host, which tells what all of them share."""
+        return self.metadata is None or bool(self.metadata.worker_id == self._ranks[0])
 
     def _num_layers(self) -> int:
         explicit = self.config.get_extra_config_value("shmcache.num_layers", None)

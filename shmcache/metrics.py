@@ -105,7 +105,7 @@ def _backend_metrics(backend: SharedCPUBackend, stats: Stats) -> Iterator[Metric
         "role": str(getattr(m, "role", None)),
         "served_model_name": str(getattr(m, "served_model_name", None) or ""),
     }
-    shared = m is None or m.local_worker_id == 0  # else another rank tells it
+    shared = backend._speaks_for_host()  # else another rank tells it
     own_pins, pins = backend._pins()
     sender = backend.batched_msg_sender
     for name, text, value in (

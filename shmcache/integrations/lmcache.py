@@ -74,7 +74,7 @@ class ShmMemoryObj(TensorMemoryObj):
         LMCache counts down when a copy is only queued: in one process the stream keeps the order, here
         another process could evict the chunk and write over what is being read.
         """
-        event = _pending_copies()
+        event = None if self._attachment.closed else _pending_copies()
         if event is None:
             super().ref_count_down()
             return
@@ -273,7 +273,7 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         return found
 
     def _agree_by_default(self) -> bool:
-        return self.metadata is not None and self.metadata.local_world_size > 1
+        return self._ranks[1] > 1
 
     def __str__(self) -> str:
         return "LocalCPUBackend"
@@ -306,7 +306,7 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
     def _feed(self) -> None:
         """LMCache's monitor is told what it would have counted; the segment's figures by the first rank of the host."""
         now = time.monotonic()
-        if now < self._feed_at or (self.metadata is not None and self.metadata.local_worker_id):
+        if now < self._feed_at or not self._speaks_for_host():
             return
         self._feed_at = now + _FEED_EVERY
         stats = self.cache.stats()

@@ -19,7 +19,7 @@ from contract_kits import HAS_LMCACHE, KITS, NEED_LMCACHE, Kit, modules
 _skip = pytest.mark.skipif(not HAS_LMCACHE, reason="LMCache is not installed")
 
 
-def _params(names: list[str]) -> list[Any]:
+def params_of(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=_skip if name in NEED_LMCACHE else ()) for name in names]
 
 
@@ -56,19 +56,19 @@ def _made(kind: str, request: pytest.FixtureRequest) -> Iterator[Kit]:
     kit.close()
 
 
-@pytest.fixture(params=_params(list(KITS)))
+@pytest.fixture(params=params_of(list(KITS)))
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     """Every kit there is."""
     yield from _made(request.param, request)
 
 
-@pytest.fixture(params=_params([kind for kind in KITS if kind != "lmcache"]))
+@pytest.fixture(params=params_of([kind for kind in KITS if kind != "lmcache"]))
 def our_kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     """Every kit with our backend."""
     yield from _made(request.param, request)
 
 
-@pytest.fixture(params=["ours", *_params(["lmcache"])])
+@pytest.fixture(params=["ours", *params_of(["lmcache"])])
 def maker(request: pytest.FixtureRequest) -> Any:
     """Allocators, policies, senders and detectors: ours, then LMCache's. See `contract_kits.modules`."""
     if request.param == "lmcache":

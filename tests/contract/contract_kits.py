@@ -10,7 +10,6 @@ lmcache    LMCache's own backend
 from __future__ import annotations
 
 import importlib.util
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -300,8 +299,3 @@ def in_threads(*work: Callable[[], object], timeout: float = 30.0) -> list[BaseE
         thread.join(max(0.0, end - time.monotonic()))
     assert not any(thread.is_alive() for thread in threads), f"not done within {timeout} s"
     return raised
-
-
-def unset_prometheus_files() -> None:
-    """LMCache makes prometheus_client write files from its import on; not for the children of these tests."""
-    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)

@@ -251,6 +251,33 @@ def test_killed_ranks_leave_nothing_but_whole_chunks(kept: SharedCPUBackend, nam
     assert kept.cache.stats().bytes.used == 0
 
 
+@pytest.mark.parametrize("stale", [False, True], ids=["nothing there", "another size there"])
+def test_ranks_that_start_at_once_share_one_segment(scrap: str, fork: Fork, stale: bool) -> None:
+    """Six at once, where there is none, or one of other parameters that nobody uses: none is left alone."""
+    for turn in range(3):
+        if stale:
+            shmcache.create(scrap, "512KiB", policy="fifo").close()
+
+        def begin(child: Any, me: int) -> None:
+            child.await_parent()
+            backend = rank(scrap, me, ranks=6)
+            put(backend, me, [1], ranks=6)
+            child.tell(json.dumps([backend.cache.capacity, backend.cache._attached().mapping.instance]))
+            child.await_parent()
+            assert all(backend.contains(key(1, worker, 6)) for worker in range(6))
+            backend.close()
+
+        children = [fork(lambda child, me=me: begin(child, me)) for me in range(6)]
+        for child in children:
+            child.go()
+        told = {child.listen() for child in children}
+        assert len(told) == 1 and json.loads(told.pop())[0] == 6 * MIB, turn
+        for child in children:
+            child.go()
+        assert [child.wait() for child in children] == [0] * 6
+        shmcache.unlink(scrap)
+
+
 def test_one_writer_for_all_ranks_under_mla(name: str, fork: Fork) -> None:
     """All ranks read one part, and its bytes are there once."""
     kit = Kit("", "")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from contract_differences import expected
-from contract_kits import BF16, MIB
+from contract_kits import BF16, HAS_LMCACHE, MIB, modules
 
 import shmcache
 from shmcache import allocators, errors
@@ -34,12 +34,20 @@ def made(maker: Any, kind: str, size: int = ARENA, **options: Any) -> Any:
 KINDS = ["Tensor", "Host", "Pin", "GPU", "Mixed"]
 
 
-@pytest.fixture(params=[*KINDS, "segment", "lazy"])
-def allocator(request: pytest.FixtureRequest, maker: Any) -> Iterator[Any]:
-    """Each kind; over a segment, and growing, only ours."""
-    kind = request.param
-    if kind in ("segment", "lazy") and not maker.ours:
-        pytest.skip("LMCache has no such allocator that works without a GPU")
+_without = pytest.mark.skipif(not HAS_LMCACHE, reason="LMCache is not installed")
+POOLS = [
+    *(pytest.param(("ours", kind), id=f"ours-{kind}") for kind in [*KINDS, "segment", "lazy"]),
+    *(pytest.param(("lmcache", kind), id=f"lmcache-{kind}", marks=_without) for kind in KINDS),
+]  # LMCache's shared memory shares nothing, and its lazy allocator needs a GPU
+
+
+@pytest.fixture(params=POOLS)
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    """A maker, and one of its allocators."""
+    side, kind = request.param
+    if side == "lmcache":
+        request.getfixturevalue("tame")
+    maker = modules(side)
     if kind == "segment":
         name = request.getfixturevalue("name")
         found = allocators.MixedMemoryAllocator(32 * MIB, shm_name=name)
@@ -47,7 +55,7 @@ def allocator(request: pytest.FixtureRequest, maker: Any) -> Iterator[Any]:
         found = allocators.LazyMemoryAllocator(MIB, 32 * MIB)
     else:
         found = made(maker, kind)
-    yield found
+    yield maker, found
     found.close()
     found.close()
     if kind == "segment":
@@ -60,8 +68,9 @@ def bytes_in_use(allocator: Any) -> int:
     return int(allocator.total_allocated_size)
 
 
-def test_T_A1_objects_have_what_was_asked_and_are_free_once(maker: Any, allocator: Any) -> None:
+def test_T_A1_objects_have_what_was_asked_and_are_free_once(both: tuple[Any, Any]) -> None:
     """1 MiB, 2 MiB and 4 MiB; freed twice without harm, and then without a tensor."""
+    maker, allocator = both
     fmt = maker.MemoryFormat.KV_2LTD
     asked = [
         (torch.Size((2, 1, 512, 256)), torch.float32), (torch.Size((2, 2, 1024, 256)), BF16),
@@ -79,7 +88,8 @@ def test_T_A1_objects_have_what_was_asked_and_are_free_once(maker: Any, allocato
     assert objs[2].is_valid() and bytes_in_use(allocator) == objs[2].get_physical_size()
 
 
-def test_T_A2_small_and_impossible_requests_and_frees_in_any_order(maker: Any, allocator: Any) -> None:
+def test_T_A2_small_and_impossible_requests_and_frees_in_any_order(both: tuple[Any, Any]) -> None:
+    maker, allocator = both
     fmt = maker.MemoryFormat.KV_2LTD
     objs = [allocator.allocate(torch.Size((3, 5, 7)), torch.half, fmt) for _ in range(20)]
     assert objs[0].tensor.shape == (3, 5, 7)
@@ -98,7 +108,8 @@ def test_T_A2_small_and_impossible_requests_and_frees_in_any_order(maker: Any, a
     assert allocator.memcheck() and bytes_in_use(allocator) == 0
 
 
-def test_T_A4_a_tensor_is_the_memory_itself(maker: Any, allocator: Any) -> None:
+def test_T_A4_a_tensor_is_the_memory_itself(both: tuple[Any, Any]) -> None:
+    maker, allocator = both
     obj = allocator.allocate(torch.Size((2, 3)), torch.float32, maker.MemoryFormat.KV_2LTD)
     obj.tensor.fill_(1.0)
     obj.tensor[1] = 2.0
@@ -112,7 +123,8 @@ def test_T_A4_a_tensor_is_the_memory_itself(maker: Any, allocator: Any) -> None:
     obj.ref_count_down()
 
 
-def test_T_A5_a_hole_is_used_again_without_a_rest(maker: Any, allocator: Any) -> None:
+def test_T_A5_a_hole_is_used_again_without_a_rest(both: tuple[Any, Any]) -> None:
+    maker, allocator = both
     fmt = maker.MemoryFormat.KV_2LTD
     shape = torch.Size((2, 1, 512, 512))
     a, b = (allocator.allocate(shape, BF16, fmt) for _ in range(2))

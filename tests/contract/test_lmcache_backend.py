@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from contract_differences import expected
-from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, in_threads
+from contract_kits import BF16, BYTES, MIB, SHAPE, Kit, Sink, in_threads, modules
 
 import shmcache
 from shmcache import errors
@@ -352,6 +352,22 @@ def test_T_L18_admission_is_told_when_all_ranks_have_put(kit: Kit) -> None:
     assert told == expected(kit, "admitted when complete", ours=[0, 0, 1], lmcache=[1, 2, 3])
 
 
+def test_T_L_all_ways_to_leave_are_told(kit: Kit) -> None:
+    """By remove, clear and eviction."""
+    worker = Sink()
+    backend = kit.backend(metadata=kit.metadata(local_world_size=1, world_size=1), worker=worker)
+    n = MIB // BYTES
+    kit.fill(backend, list(range(n)), world_size=1)
+    assert backend.remove(kit.key(0, world_size=1))
+    held = [kit.obj(backend), kit.obj(backend)]  # one room, and one eviction
+    held += backend.batched_allocate(SHAPE, BF16, 2, busy_loop=False) or []  # LMCache's evicts layers only
+    backend.clear()
+    backend.batched_msg_sender.flush()
+    evicted = [key for kind, key in worker.story() if kind == "EVICT"]
+    assert sorted(evicted) == list(range(n))
+    assert [key for kind, key in worker.story() if kind == "ADMIT"] == list(range(n))
+
+
 def test_T_L_close_sends_what_is_left(kit: Kit) -> None:
     worker = Sink()
     backend = kit.backend(
@@ -649,6 +665,43 @@ def test_T_L_a_foreign_object_is_stored(kit: Kit) -> None:
     assert torch.equal(got.tensor, obj.tensor) and got.metadata.fmt.name == "KV_2LTD"
     assert (got.data_ptr == obj.data_ptr) is expected(kit, "foreign objects", ours=False, lmcache=True)
     got.ref_count_down()
+
+
+@pytest.mark.parametrize("raw", [b"some bytes", bytearray(b"some bytes")], ids=["bytes", "bytearray"])
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_T_L_an_object_of_plain_bytes_is_stored(kit: Kit, raw: Any) -> None:
+    """Of the kit's own class: LMCache's for LMCache's backend and for the plug-in."""
+    backend = kit.backend()
+    cls = modules("ours" if kit.kind in ("private", "segment") else "lmcache").BytesObj
+    backend.submit_put_task(kit.key(1), cls(raw))
+    got = backend.get_blocking(kit.key(1))
+    assert bytes(got.byte_array) == b"some bytes" and got.get_size() == 10
+    assert got.metadata.fmt.name == "BINARY_BUFFER"
+    got.ref_count_down()
+
+
+def test_T_L_a_chunk_that_turned_out_not_to_be_full_is_stored_as_what_it_is(kit: Kit) -> None:
+    """A remote connector allocates a full chunk, reads less, and then narrows `raw_data` and the shape."""
+    backend = kit.backend()
+    full, part = torch.Size((2, 4, 16, 64)), torch.Size((2, 4, 5, 64))
+    values = torch.arange(part.numel()).to(BF16)
+    for batched in (False, True):
+        key = kit.key(int(batched))
+        obj = backend.allocate(full, BF16, kit.formats["KV_2LTD"], busy_loop=False)
+        n = part.numel() * 2
+        obj.raw_data[:n].view(BF16).copy_(values)
+        obj.raw_data = obj.raw_data[:n]
+        obj.meta.shape = part
+        if batched:
+            backend.batched_submit_put_task([key], [obj])
+        else:
+            backend.submit_put_task(key, obj)
+        obj.ref_count_down()
+        got = backend.get_blocking(key)
+        assert got.tensor.shape == part and got.metadata.shape == part and got.get_num_tokens() == 5
+        assert torch.equal(got.tensor.flatten(), values)
+        got.ref_count_down()
+    assert backend.memory_allocator.memcheck()
 
 
 def test_T_L_one_reference_too_few(kit: Kit) -> None:

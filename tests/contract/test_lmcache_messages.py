@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from contract_differences import expected
-from contract_kits import Sink, eventually, in_threads
+from contract_kits import Kit, Sink, eventually, in_threads
+
+from shmcache.messages import BatchedMessageSender, OpType
 
 Make = Callable[..., Any]
 
@@ -48,7 +50,7 @@ def test_T_S1_a_full_batch_goes_at_once(maker: Any, make: Make) -> None:
     sender.add_kv_op(maker.OpType.ADMIT, 2)
     assert not sink.wait(1, 0.1)
     sender.add_kv_op(maker.OpType.EVICT, 1)
-    assert sink.wait(3, 2.0)
+    assert sink.wait(3)
     (message,) = sink.messages
     assert isinstance(message, maker.Message) and len(message.operations) == 3
     assert (message.instance_id, message.worker_id, message.location) == ("test_instance", 0, "LocalCPUBackend")
@@ -126,18 +128,39 @@ def test_T_S8_close_sends_what_is_left(maker: Any, make: Make) -> None:
     assert sink.story() == [("EVICT", i) for i in range(3)]
 
 
-def test_settings_that_cannot_be_are_errors(make: Make, maker: Any) -> None:
-    if not maker.ours:
-        return
-    for batch, timeout in ((0, 0.01), (5, 0.0), (5, -1.0)):
-        with pytest.raises(ValueError):
-            make(Sink(), batch, timeout)
+@pytest.fixture
+def ours() -> Iterator[Make]:
+    """ours(sink, batch, timeout) -> a sender of ours."""
+    kit = Kit("private", "")
+    senders: list[Any] = []
+
+    def sender(sink: Sink, batch: int, timeout: float) -> Any:
+        extra = {"kv_msg_batch_size": batch, "kv_msg_batch_timeout": timeout}
+        senders.append(BatchedMessageSender(kit.metadata(), kit.config(extra_config=extra), "here", sink))
+        return senders[-1]
+
+    yield sender
+    for one in senders:
+        one.close()
 
 
-def test_what_waits_is_counted(maker: Any, make: Make) -> None:
-    if not maker.ours:
-        return
-    sender = make(Sink(fail=1), 100, 0.01)
-    sender.add_kv_op(maker.OpType.ADMIT, 1)
+@pytest.mark.parametrize(("batch", "timeout"), [(0, 0.01), (5, 0.0), (5, -1.0)])
+def test_settings_that_cannot_be_are_errors(ours: Make, batch: int, timeout: float) -> None:
+    with pytest.raises(ValueError, match="kv_msg_batch"):
+        ours(Sink(), batch, timeout)
+
+
+def test_what_waits_is_counted(ours: Make) -> None:
+    sender = ours(Sink(fail=1), 100, 0.01)
+    sender.add_kv_op(OpType.ADMIT, 1)
     assert sender.qsize() == 1
     assert eventually(lambda: sender.qsize() == 0)
+
+
+def test_a_closed_sender_can_be_closed_again(ours: Make) -> None:
+    sink = Sink()
+    sender = ours(sink, 100, 0.01)
+    sender.add_kv_op(OpType.ADMIT, 1)
+    sender.close()
+    sender.close()
+    assert sink.story() == [("ADMIT", 1)]

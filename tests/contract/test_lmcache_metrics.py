@@ -122,6 +122,20 @@ def test_sums_over_ranks_are_right(ranks: Ranks) -> None:
     assert sums["shmcache_stores_total"] == 3
 
 
+def test_the_first_rank_tells_whatever_gpu_it_has(name: str) -> None:
+    """Engines put the number of the GPU into `local_worker_id`: of ranks 0 and 1 on GPUs 6 and 7 one tells."""
+    kit, ranks = Kit("", name), Ranks(name)
+    for rank in (0, 1):
+        config = kit.config(max_local_cpu_size="512KiB", extra_config={"shm_name": name})
+        meta = kit.metadata(world_size=2, local_world_size=2, worker_id=rank, local_worker_id=6 + rank, model_name=name)
+        ranks.all.append(SharedCPUBackend(config, meta, "cpu"))
+    ranks.put(1)
+    assert ranks.sums()["lmcache:local_cache_usage"] == BYTES
+    for backend in ranks.all:
+        backend.close()
+    shmcache.unlink(name)
+
+
 def test_evictions_failures_and_leases_that_ended_are_counted(ranks: Ranks) -> None:
     zero, one = ranks.start(2, pin_timeout_sec=0.05)
     n = MIB // BYTES // 2

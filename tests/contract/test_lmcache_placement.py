@@ -179,6 +179,27 @@ def test_default_formats(make: Setup, layerwise: bool, blending: bool, fmt: str)
     got.ref_count_down()
 
 
+def test_positions_of_tokens_are_kept_for_blending(make: Setup) -> None:
+    """What was set on the metadata before the put is read by another handle; none where none was set."""
+    one = make(use_layerwise=True, enable_blending=True)
+    two = make(use_layerwise=True, enable_blending=True)
+    shape = torch.Size((2, 16, 64))
+    for chunk, positions in ((1, torch.arange(100, 116)), (2, None), (3, torch.arange(5))):
+        key = make.key(chunk).get_first_layer()
+        obj = one.allocate(shape, BF16, busy_loop=False)
+        assert obj.metadata.cached_positions is None, "memory may have held another's"
+        obj.tensor.fill_(chunk)
+        obj.metadata.cached_positions = positions
+        one.batched_submit_put_task([key], [obj])
+        obj.ref_count_down()
+        got = two.get_blocking(key)
+        found = got.metadata.cached_positions
+        assert (found is None) if positions is None else torch.equal(found, positions)
+        assert got.get_size() == shape.numel() * 2 and float(got.tensor.max()) == chunk
+        got.ref_count_down()
+        assert one.remove(key)
+
+
 # ---- groups of layers -----------------------------------------------------------------------------------
 
 
@@ -307,6 +328,62 @@ def test_tags_models_dtypes_and_world_sizes_do_not_mix(make: Setup) -> None:
     assert len(there) == len(mine) - 1 and set(there) == set(mine) - {keys[1]}
 
 
+@pytest.mark.parametrize(
+    ("meta", "extra", "settings"),
+    [
+        ({"kv_shape": (4, 2, 16, 2, 64)}, {}, {}),
+        ({"kv_dtype": torch.float16}, {}, {}), ({}, {"shmcache.revision": "main@2"}, {}),
+    ],
+    ids=["heads", "dtype", "revision"],
+)  # fmt: skip
+def test_bytes_that_look_different_do_not_mix(
+    make: Setup, meta: dict[str, Any], extra: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """The same model name and the same hashes, but other bytes behind them."""
+    one, two = make(), make(meta=meta, extra=extra, **settings)
+    make.put(one, make.key(1), 1)
+    assert not two.contains(make.key(1))
+    make.put(two, make.key(1), 2)
+    for backend, value in ((one, 1), (two, 2)):
+        got = backend.get_blocking(make.key(1))
+        assert float(got.tensor.max()) == value
+        got.ref_count_down()
+    assert len(one.get_keys()) == len(two.get_keys()) == 1 == len(one.hot_cache)
+    assert one.clear() == 16 and not one.contains(make.key(1))
+    assert two.contains(make.key(1)), "those of the other bytes are not this backend's to clear"
+
+
+def test_stages_of_a_pipeline_with_unequal_layers_are_one_chunk(make: Setup) -> None:
+    """Of 7 layers rank 0 has 4 and rank 1 has 3: their parts differ in size, and make one chunk."""
+    ranks = [
+        make(
+            extra={"shmcache.rank_agreement": True},
+            meta={"world_size": 2, "local_world_size": 2, "worker_id": r, "local_worker_id": r,
+                  "kv_shape": (4 - r, 2, 16, 1, 64)},
+        )
+        for r in (0, 1)
+    ]  # fmt: skip
+    for r in (0, 1):
+        assert not ranks[0].contains(make.key(1, 0, 2))
+        make.put(ranks[r], make.key(1, r, 2), r, torch.Size((2, 4 - r, 16, 64)))
+    assert ranks[0].contains(make.key(1, 0, 2)) and ranks[1].contains(make.key(1, 1, 2))
+    got = ranks[0].get_blocking(make.key(1, 1, 2))
+    assert got.get_shape() == (2, 3, 16, 64)
+    got.ref_count_down()
+
+
+def test_the_ranks_of_a_host_may_be_said(make: Setup) -> None:
+    """For engines that give the world's size as the host's: of 8 ranks, 4 and 5 are here."""
+    said = {"shmcache.local_ranks": 2, "shmcache.first_rank": 4}
+    backend = make(extra=said, meta={"world_size": 8, "local_world_size": 8, "worker_id": 5, "local_worker_id": 1})
+    assert backend.cache.capacity == 2 * MIB
+    for worker in (4, 5):
+        make.put(backend, make.key(1, worker, 8), worker)
+    assert [backend.contains(make.key(1, w, 8)) for w in (3, 4, 5, 6)] == [False, True, True, False]
+    with pytest.raises(errors.ConfigurationError, match=r"shmcache\.first_rank"):
+        make(extra={"shmcache.first_rank": 9}, meta={"world_size": 8, "local_world_size": 2, "worker_id": 5})
+
+
 def test_tags_that_look_like_others_do_not_mix(make: Setup) -> None:
     """A tag's value may hold what separates tags, a model's name too; and 5 is not "5"."""
     backend = make()
@@ -328,6 +405,21 @@ def test_tags_that_look_like_others_do_not_mix(make: Setup) -> None:
         assert float(got.tensor.max()) == i
         got.ref_count_down()
     assert set(other.get_keys()) == {key for key in keys if key.model_name == "test_model"}
+
+
+def test_tags_of_any_length(make: Setup) -> None:
+    """Longer ones than a segment can note are stored, and do not mix; their keys are not listed."""
+    backend = make()
+    keys = [make.key(1, request_configs={"lmcache.tag.user": "x" * size}) for size in (700, 1200, 1201)]
+    for i, key in enumerate(keys):
+        assert backend.contains(key) is False and backend.get_blocking(key) is None
+        make.put(backend, key, i)
+    other = make()
+    for i, key in enumerate(keys):
+        got = other.get_blocking(key)
+        assert float(got.tensor.max()) == i
+        got.ref_count_down()
+    assert keys[0] in other.get_keys()
 
 
 def test_chunk_hashes_of_all_kinds(make: Setup) -> None:
@@ -390,6 +482,22 @@ def test_pages_for_peer_to_peer(make: Setup) -> None:
     assert len(one.batched_allocate(small, BF16, budget, busy_loop=False)) == budget, "all chunks gave way"
     with pytest.raises(ValueError, match="page"):
         one.allocate(torch.Size((2, 4, 17, 64)), BF16)
+
+
+def test_copies_of_foreign_objects_take_pages_too(make: Setup) -> None:
+    backend = make(enable_p2p=True)
+    other = allocators.MixedMemoryAllocator(MIB)
+    page = CHUNK.numel() * 2
+    shapes = [torch.Size((2, 4, 3, 64)), CHUNK, torch.Size((2, 4, 5, 64))]
+    for i, shape in enumerate(shapes):
+        obj = other.allocate(shape, BF16, allocators.MemoryFormat.KV_2LTD)
+        obj.tensor.fill_(i)
+        backend.submit_put_task(make.key(i), obj)
+    for i, shape in enumerate(shapes):
+        got = backend.get_blocking(make.key(i))
+        assert got.metadata.address * page == got.shm_offset and got.get_physical_size() == page
+        assert got.tensor.shape == shape and float(got.tensor.max()) == i
+        got.ref_count_down()
 
 
 def test_pages_need_metadata(make: Setup) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("lmcache.v1.storage_backend.local_cpu_backend", reason="LMCache is not installed")
 
-from contract_kits import BF16, SHAPE, Kit, PluginKit
+from contract_kits import BF16, SHAPE, Kit, PluginKit, eventually
 
 import shmcache
 from shmcache._core import lib
@@ -82,3 +82,54 @@ def test_after_close_it_says_so(kit: Kit) -> None:
     backend.close()
     with pytest.raises(shmcache.SegmentClosedError):
         backend.contains(kit.key(1))
+
+
+def test_a_layerwise_load_never_gets_a_shorter_list(kit: Kit) -> None:
+    """LMCache has begun with the chunks by then: KeyError, as from its own backend, and no reference is kept."""
+    backend = kit.backend({"use_layerwise": True}, metadata=kit.metadata(world_size=1, local_world_size=1))
+    keys = [kit.key(chunk, world_size=1).get_first_layer() for chunk in (1, 2, 3)]
+    for key in (keys[0], keys[2]):
+        obj = kit.obj(backend)
+        backend.submit_put_task(key, obj)
+        obj.ref_count_down()
+    with pytest.raises(KeyError):
+        asyncio.run(backend.batched_get_non_blocking("fake_lookup_id", keys))
+    assert backend.cache.stats().counts.holds == 0
+    assert len(asyncio.run(backend.batched_get_non_blocking("a lookup", keys))) == 1
+
+
+class Copies:
+    """Stands in for what a stream has still to do."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_reference_is_kept_until_copies_are_done(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shmcache.integrations import lmcache as plugin
+
+    backend, copies = kit.backend(), Copies()
+    kit.fill(backend, [1])
+    got, late = backend.get_blocking(kit.key(1)), backend.get_blocking(kit.key(1))
+    holds = backend.cache.stats().counts.holds
+    monkeypatch.setattr(plugin, "_pending_copies", lambda: copies)
+    got.ref_count_down()
+    assert backend.cache.stats().counts.holds == holds
+    copies.done = True
+    assert eventually(lambda: backend.cache.stats().counts.holds == holds - 1)
+    copies.done = False
+    backend.close()
+    late.ref_count_down()
+
+
+def test_the_first_rank_of_the_host_feeds_whatever_gpu_it_has(kit: Kit) -> None:
+    """`local_worker_id` may be the number of a GPU; ranks agree by how many of them are here."""
+    for rank, speaks in ((2, True), (3, False)):
+        meta = kit.metadata(world_size=4, local_world_size=2, worker_id=rank, local_worker_id=5 + rank)
+        backend = kit.backend(metadata=meta)
+        assert backend._speaks_for_host() is speaks and backend._agree is True
+    alone = kit.metadata(world_size=1, local_world_size=1, worker_id=0, local_worker_id=3)
+    assert kit.backend(metadata=alone)._speaks_for_host() and not kit.backend(metadata=alone)._agree
