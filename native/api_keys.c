@@ -91,6 +91,17 @@ int shmc_adopt(shmc *h, uint32_t ns, shmc_owner *o)
     return finish(h, rc ? rc : block_adopt(c, block, ns));
 }
 
+int shmc_set_meta(shmc *h, const shmc_owner *o, const uint8_t *meta, uint32_t meta_len)
+{
+    struct core *c = &h->core;
+    uint32_t block, hold;
+    if (!meta_len || meta_len > SHMC_META_MAX) return SHMC_E_INVAL;
+    int rc = begin(h, TX_PUBLISH);
+    if (rc) return rc;
+    rc = block_to_write(c, h, o, &block, &hold);
+    return finish(h, rc ? rc : block_describe(c, block, meta, meta_len));
+}
+
 /* The chunk table is full: free one record, step by step. false: all of it is held. */
 static bool room_for_chunk(struct core *c)
 {

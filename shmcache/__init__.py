@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .cache import SharedCache
     from .errors import (
         CapacityError,
+        ChecksumError,
         ConfigurationError,
         LockTimeoutError,
         NamespaceMismatchError,
@@ -56,6 +57,7 @@ __all__ = [
     "AUTO",
     "ByteStats",
     "CapacityError",
+    "ChecksumError",
     "ConfigurationError",
     "CountStats",
     "Event",

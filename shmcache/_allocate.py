@@ -88,6 +88,8 @@ def take_memory(namespace: Calls, layout: Layout, n: int, evict: bool, timeout: 
     reaped = False
     while True:
         a = cache._attachment
+        if a.checksum is not None:
+            a.checksum.check_room(layout)
         pairs, owners = a.new_holds(n)
         rc = lib.shmc_alloc(
             a.handle, namespace._index, layout.reserve, layout.c_blob, len(layout.blob), n, flags, owners, parts, ticket

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from . import errors
 from ._arena import Committer, PrefaultState
+from ._checksum import checksum_of
 from ._core import NULL, OWNERS, ffi, lib, log, operation_name
 from ._defer import Deferred, EventLike
 from ._dtypes import TABLE, torch_dtype
@@ -55,6 +56,7 @@ class Attachment:
         "address",
         "base",
         "bases",
+        "checksum",
         "closed",
         "handle",
         "holds",
@@ -73,6 +75,7 @@ class Attachment:
         self.handle = handle
         self.base = mapping.base  # keeps the control segment mapped for as long as `handle`
         self.size = int(mapping.size)
+        self.checksum = checksum_of(self.name, int(mapping.geometry.flags))  # None: the segment has none
         self.presence: Any = None
         self._slot = (-1, 0)
         self.pid = os.getpid()

@@ -35,7 +35,7 @@ class BackendMemory:
     Of `extra_config` it reads, beside LMCache's keys: `shmcache.segment` (or `shm_name`; by default
     "lmcache"), `shmcache.capacity` (bytes or a str with a unit, for the whole host; instead of
     `max_local_cpu_size`), and what `shmcache.open` takes: `shmcache.lifetime`, `shmcache.prefault`,
-    `shmcache.pin`, `shmcache.mode`, `shmcache.max_chunks`, `shmcache.lock_timeout`.
+    `shmcache.pin`, `shmcache.mode`, `shmcache.max_chunks`, `shmcache.checksum`, `shmcache.lock_timeout`.
     """
 
     object_class: ClassVar[type[TensorMemoryObj]] = TensorMemoryObj
@@ -79,7 +79,7 @@ class BackendMemory:
         numa = _sizing.numa_of_segment(config)
         if numa is not None:
             options["numa"] = numa
-        for key in ("lifetime", "mode", "max_chunks"):
+        for key in ("lifetime", "mode", "max_chunks", "checksum"):
             if f"shmcache.{key}" in extra:
                 options[key] = extra[f"shmcache.{key}"]
         here = {k: extra[f"shmcache.{k}"] for k in ("prefault", "pin", "lock_timeout") if f"shmcache.{k}" in extra}

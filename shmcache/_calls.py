@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ._checksum import show_checksum
 from ._core import BYTES, ffi
 from ._keys import BYTES_TYPE, Key, PackedKeys, encode
+from ._meta import split
+from .errors import ChecksumError
 
 if TYPE_CHECKING:
     from .cache import SharedCache
@@ -41,6 +45,36 @@ class Calls:
         if not isinstance(part, int) or not 0 <= part < self.parts:
             raise ValueError(f"part is {part!r}: namespace {self.name!r} has parts 0 to {self.parts - 1}")
         return part
+
+    def _need_checksums(self, what: str) -> None:
+        """ValueError when the segment has none to compare with."""
+        if self.cache._attached(what).checksum is None:
+            raise ValueError(
+                f'{what}: segment {self.cache.name!r} has no checksums; make it with checksum="xxh3" to verify'
+            )
+
+    def _verify(self, what: str, found: Sequence[tuple[Key, MemoryObj | None]], part: int) -> None:
+        """ChecksumError, and nothing is held any more, when the bytes of one are not what was put."""
+        wrong = []
+        for key, obj in found:
+            checksum = None if obj is None else obj._attachment.checksum
+            if obj is None or checksum is None:
+                continue
+            stored = split(bytes(ffi.buffer(obj._part.meta)[0 : obj._part.meta_len]))[1]
+            actual = checksum.digest(obj._buffer(obj))
+            if actual != stored:  # also when there is none: nothing vouches for these bytes
+                wrong.append((key, stored, actual))
+        if not wrong:
+            return
+        for _, obj in reversed(found):
+            if obj is not None:
+                obj.release()
+        key, stored, actual = wrong[0]
+        others = f", and {len(wrong) - 1} more of these keys are wrong" if len(wrong) > 1 else ""
+        raise ChecksumError(
+            f"{what}: part {part} of {key!r} in namespace {self.name!r} of {self.cache.name!r}: the checksum of the "
+            f"put is {show_checksum(stored)}, that of the bytes {show_checksum(actual)}{others}"
+        )
 
     def _one(self, what: str, call: Any, key: Key, args: tuple[Any, ...] = ()) -> bool:
         """A call for one key that answers 0 or 1."""

@@ -45,8 +45,25 @@ class Finding(Calls):
         packed = pack(keys)
         return self._flags("contains_many", _contains, packed, (-1 if part is None else self._part(part),))
 
-    def get(self, key: Key, *, part: int = 0) -> MemoryObj | None:
-        """A hold on published bytes, or None. It does not count as a use for eviction; see `touch`."""
+    def get(self, key: Key, *, part: int = 0, verify: bool = False) -> MemoryObj | None:
+        """A hold on published bytes, or None. It does not count as a use for eviction; see `touch`.
+
+        Parameters
+        ----------
+        verify
+            compare the bytes with their checksum, which takes reading them once; ValueError when the segment
+            was made without checksums.
+
+        Raises
+        ------
+        ChecksumError
+            with `verify`: they are not what was put. Nothing is held then, and the chunk stays where it is.
+        """
+        if verify:
+            self._need_checksums("get")
+            obj = self.get(key, part=part)
+            self._verify("get", [(key, obj)], part)
+            return obj
         if part:
             self._part(part)
         a = self.cache._attachment
@@ -69,9 +86,14 @@ class Finding(Calls):
         a.holds.append(hold)
         return None
 
-    def get_many(self, keys: Iterable[Key], *, part: int = 0) -> list[MemoryObj | None]:
+    def get_many(self, keys: Iterable[Key], *, part: int = 0, verify: bool = False) -> list[MemoryObj | None]:
         """`get` of each key in one call (one lock round per 64); None where absent."""
         packed = pack(keys)
+        if verify:
+            self._need_checksums("get_many")
+            objs = self.get_many(packed, part=part)
+            self._verify("get_many", list(zip(packed, objs, strict=True)), part)
+            return objs
         if part:
             self._part(part)
         n = packed.n

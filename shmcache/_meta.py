@@ -1,11 +1,13 @@
 """The few bytes beside each block that say what its bytes are. Opaque to C, stored in segments.
 
-    byte 0   version (1)
+    byte 0   version: 1, or 2 with a checksum
     byte 1   memory format
     byte 2   number of groups, at least 1
     then for each group: dtype code, number of dimensions, each dimension as a varint (LEB128)
+    version 2 only, at the end: the checksum of the object's bytes, 8 bytes, little-endian
 
-A group is one shape and one dtype; groups follow one another without padding. An ordinary
+An object has version 1 when it is allocated, and gets version 2 when it is put, in a segment that has
+checksums. A group is one shape and one dtype; groups follow one another without padding. An ordinary
 object has one. Everything fits 48 bytes or is refused at allocate.
 """
 
@@ -20,6 +22,8 @@ from ._dtypes import TABLE, UINT8, DType, dtype_of
 from ._formats import format_code
 
 VERSION = 1
+VERSION_WITH_CHECKSUM = 2
+CHECKSUM_BYTES = 8
 _LIMIT = (1 << 63) - 1
 _CACHED = 4096
 
@@ -112,6 +116,18 @@ def _make(shape: Any, dtype: Any, fmt: Any) -> Layout:
     return Layout(code, tuple(groups))
 
 
+def with_checksum(blob: bytes, checksum: int) -> bytes:
+    """A description of version 1 and a checksum, as one of version 2."""
+    return b"%c%b%b" % (VERSION_WITH_CHECKSUM, blob[1:], checksum.to_bytes(CHECKSUM_BYTES, "little"))
+
+
+def split(blob: bytes) -> tuple[bytes, int | None]:
+    """A description without its checksum, as version 1, and the checksum, if it has one."""
+    if len(blob) <= CHECKSUM_BYTES or blob[0] != VERSION_WITH_CHECKSUM:
+        return blob, None
+    return b"%c%b" % (VERSION, blob[1:-CHECKSUM_BYTES]), int.from_bytes(blob[-CHECKSUM_BYTES:], "little")
+
+
 _made: dict[Any, Layout] = {}
 _read: dict[bytes, Layout] = {}
 
@@ -154,6 +170,9 @@ def words_at(layout: Layout) -> int:
 def layout_from(blob: bytes, size: int) -> Layout:
     """The layout that `blob` describes, of at most `size` bytes. Of a newer or damaged one: `size` plain bytes."""
     layout = _read.get(blob)
+    if layout is None:
+        blob = split(blob)[0]  # objects that look alike share a layout, whatever their bytes
+        layout = _read.get(blob)
     if layout is None:
         if len(_read) >= _CACHED:
             _read.clear()

@@ -26,6 +26,7 @@ def open(
     mode: int | Auto = AUTO,
     numa: NumaArgument | Auto = AUTO,
     hugepages: bool | Auto = AUTO,
+    checksum: str | Auto = AUTO,
     pin: bool | Auto = AUTO,
     prefault: str | Auto = AUTO,
     on_incompatible: Literal["error", "replace"] = "error",
@@ -60,6 +61,9 @@ def open(
         permission bits of the files, exactly; by default 0o600.
     numa, hugepages
         where and how memory is placed; `stats()` says what was obtained.
+    checksum
+        "xxh3": a put computes a checksum of the bytes and stores it beside them. `get(verify=True)` and
+        `shmcache-inspect verify` compare it, in any process. "none" (default): neither cost nor check.
     pin
         register the memory with CUDA in this process, region by region in the background, so that copies
         to and from devices are fast. It is only about speed: what is not pinned, or not yet, works too.
@@ -91,8 +95,8 @@ def open(
         somebody else is creating, attaching to or removing it, longer than `timeout`.
     """
     request = Request(
-        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages, pin,
-        prefault,
+        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages,
+        checksum, pin, prefault,
     )  # fmt: skip
     return SharedCache(
         request, how="open", on_incompatible=on_incompatible, timeout=timeout, lock_timeout=lock_timeout, label=label,
@@ -130,6 +134,7 @@ def create(
     mode: int | Auto = AUTO,
     numa: NumaArgument | Auto = AUTO,
     hugepages: bool | Auto = AUTO,
+    checksum: str | Auto = AUTO,
     pin: bool | Auto = AUTO,
     prefault: str | Auto = AUTO,
     timeout: float = 10.0,
@@ -139,8 +144,8 @@ def create(
 ) -> SharedCache:
     """Create a segment; SegmentExistsError when there is one of this name. See `open`."""
     request = Request(
-        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages, pin,
-        prefault,
+        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages,
+        checksum, pin, prefault,
     )  # fmt: skip
     return SharedCache(request, how="create", timeout=timeout, lock_timeout=lock_timeout, label=label, rank=rank)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._auto import AUTO, Auto
+from ._checksum import CHECKSUMS, checksum_flags, checksum_name
 from ._core import ffi, lib
 from ._names import check_name
 from ._numa import NumaArgument, check_numa, node_mask
@@ -20,7 +21,7 @@ LIFETIMES = {"persistent": 0, "ephemeral": 1}
 PREFAULTS = ("background", "wait", "lazy")
 
 DEFAULT_MODE = 0o600
-FLAG_NO_HUGEPAGES = 1  # in shmc_geometry.flags, which C only keeps
+FLAG_NO_HUGEPAGES = 1  # in shmc_geometry.flags, which C only keeps; bits 4 to 7 are _checksum's
 
 _ALIGN_MIN, _ALIGN_MAX, _REGION_MIN = 64, 2 << 20, 64 << 10
 _DEFAULT_REGION = 1 << 30
@@ -47,6 +48,7 @@ class Request:
     mode: int | Auto = AUTO  # 0o600: payload is somebody's conversation
     numa: NumaArgument | Auto = AUTO
     hugepages: bool | Auto = AUTO  # tried
+    checksum: str | Auto = AUTO  # "none": reading and hashing every byte at put is not for everybody
 
     pin: bool | Auto = AUTO  # where CUDA is in use
     prefault: str | Auto = AUTO  # "background"
@@ -66,7 +68,8 @@ class Request:
             value = getattr(self, field)
             if value is not AUTO and not (type(value) is int and 1 <= value <= most):
                 raise ValueError(f"{field} is {value!r}: it is an int from 1 to {most}")
-        for field, known in (("policy", POLICIES), ("lifetime", LIFETIMES), ("prefault", PREFAULTS)):
+        choices = {"policy": POLICIES, "lifetime": LIFETIMES, "prefault": PREFAULTS, "checksum": CHECKSUMS}
+        for field, known in choices.items():
             value = getattr(self, field)
             if value is not AUTO and value not in known:
                 raise ValueError(f"{field} is {value!r}: it is one of {', '.join(map(repr, known))}")
@@ -122,6 +125,7 @@ class Request:
         g.lifetime = LIFETIMES["persistent" if self.lifetime is AUTO else str(self.lifetime)]
         g.mode = self.file_mode
         g.flags = FLAG_NO_HUGEPAGES if self.hugepages is False else 0
+        g.flags |= checksum_flags("none" if self.checksum is AUTO else str(self.checksum))
         g.numa_node_mask = node_mask(check_numa(self.numa))
         if lib.shmc_plan(g) < 0:
             raise ValueError(
@@ -144,6 +148,7 @@ class Request:
             "lifetime": lifetimes.get(g.lifetime, g.lifetime),
             "mode": int(g.mode),
             "hugepages": not g.flags & FLAG_NO_HUGEPAGES,
+            "checksum": checksum_name(int(g.flags)),
         }
         asked = {field: getattr(self, field) for field in there}
         if asked["region_bytes"] is not AUTO:  # a region is never larger than the capacity

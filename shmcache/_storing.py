@@ -12,7 +12,7 @@ from ._calls import Calls
 from ._core import BYTES, NULL, OWNERS, PART, ffi, lib
 from ._defer import EventLike
 from ._keys import BYTES_TYPE, Key, PackedKeys, encode, pack
-from ._meta import Layout, layout_of
+from ._meta import Layout, layout_of, with_checksum
 from ._pending import PendingPut
 from .memory import MemoryObj
 
@@ -63,6 +63,8 @@ class Storing(Calls):
 
     def _allocate(self, layout: Layout, evict: bool, timeout: float | None) -> MemoryObj | None:
         a = self.cache._attachment
+        if a.checksum is not None:
+            a.checksum.check_room(layout)
         try:
             hold = a.holds.pop()
         except IndexError:
@@ -139,6 +141,8 @@ class Storing(Calls):
         else:
             kind, raw = encode(key)
         before = NULL if parent is None else pack([parent]).c
+        if a.checksum is not None:
+            self._add_checksums(a, [obj], [hold])
         rc = _put_one(a.handle, self._index, raw, len(raw), kind, hold[1], part, before)
         if rc < 0:
             self._put_failed(a, rc, [obj], key)
@@ -208,6 +212,8 @@ class Storing(Calls):
         self, packed: PackedKeys, objs: list[MemoryObj], holds: list[Any], part: int, before: PackedKeys | None
     ) -> list[bool]:
         a = self.cache._attachment
+        if a.checksum is not None:
+            self._add_checksums(a, objs, holds)
         n = packed.n
         stored = _new(BYTES, n)
         owners = _new(OWNERS, [owner for owner, _ in holds])
@@ -219,6 +225,15 @@ class Storing(Calls):
         if rc < 0:
             self._put_failed(a, rc, objs)
         return result
+
+    def _add_checksums(self, a: Attachment, objs: list[MemoryObj], holds: list[Any]) -> None:
+        """Describe each object anew, with the checksum of its bytes. Nobody else looks before it is published."""
+        assert a.checksum is not None
+        for obj, (owner, _) in zip(objs, holds, strict=True):
+            blob = with_checksum(obj._look().blob, a.checksum.digest(obj._buffer(obj)))
+            rc = lib.shmc_set_meta(a.handle, owner, blob, len(blob))
+            if rc < 0:
+                self._put_failed(a, rc, objs)
 
     def _put_later(
         self, packed: PackedKeys, objs: list[MemoryObj], holds: list[Any], part: int, before: PackedKeys | None,

@@ -117,6 +117,12 @@ class SharedCache(DefaultMethods):
         """Whether `close` was called in this process."""
         return self._attachment.closed
 
+    @property
+    def checksum(self) -> str:
+        """What is kept beside each part to verify it by: "none" or "xxh3"."""
+        checksum = self._attachment.checksum
+        return "none" if checksum is None else checksum.name
+
     def close(self) -> None:
         """Leave the segment; doing it again does nothing.
 

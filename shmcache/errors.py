@@ -13,6 +13,7 @@ from typing import ClassVar
 
 __all__ = [
     "CapacityError",
+    "ChecksumError",
     "ConfigurationError",
     "LockTimeoutError",
     "NamespaceMismatchError",
@@ -108,6 +109,15 @@ class CapacityError(ShmCacheError, ValueError):
     """The request is larger than a region: it could never be served."""
 
     codes = (-2,)  # CAPACITY
+
+
+class ChecksumError(ShmCacheError):
+    """The bytes of a part are not those that were put."""
+
+    default_hint = (
+        "somebody wrote to them after the put, or memory fails: remove(key) makes it a miss, then it can be stored "
+        "anew; `shmcache-inspect verify` tells which others are wrong"
+    )
 
 
 class OutOfSharedMemoryError(ShmCacheError, OSError):

@@ -66,8 +66,8 @@ class Lookup:
         """Whether it still has its pins (they may have ended with their lease)."""
         return self._pinned
 
-    def get(self, i: int, *, part: int = 0) -> MemoryObj | None:
-        """A hold on a part of chunk `i`.
+    def get(self, i: int, *, part: int = 0, verify: bool = False) -> MemoryObj | None:
+        """A hold on a part of chunk `i`; `verify` as for `Namespace.get`.
 
         Through the pin it is always there, also after a remove or a bump. None when the lookup did
         not pin and the chunk is gone, when its lease has ended, or when the table of holds is full.
@@ -78,7 +78,14 @@ class Lookup:
             `i` is not below `n`.
         StaleHandleError
             the lookup was released, or is the parent's of a forked child.
+        ChecksumError
+            with `verify`: the bytes are not what was put. The lookup keeps its pins.
         """
+        if verify:
+            self._namespace._need_checksums("Lookup.get")
+            obj = self.get(i, part=part)
+            self._namespace._verify("Lookup.get", [(self._packed[i], obj)], part)
+            return obj
         if not 0 <= i < self.n:
             raise IndexError(f"chunk {i} of a lookup that found {self.n}")
         namespace = self._namespace

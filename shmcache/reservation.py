@@ -90,6 +90,8 @@ class Reservation:
         blob = b"" if layout is None else layout.blob
         while True:
             a = namespace.cache._attachment
+            if a.checksum is not None and layout is not None:
+                a.checksum.check_room(layout)
             hold = a.new_hold()
             where = ffi.new(PART)
             rc = lib.shmc_reserve(

@@ -187,6 +187,20 @@ int block_adopt(struct core *c, uint32_t block, uint32_t ns)
     return tx_commit(c) ? SHMC_OK : SHMC_E_POISONED;
 }
 
+/* Through the journal: under a reservation the block is reachable, and a writer that dies in here leaves the old
+ * description, not half of each. Seven words at most. */
+int block_describe(struct core *c, uint32_t block, const uint8_t *meta, uint32_t meta_len)
+{
+    struct block *b = block_at(c, block);
+    uint64_t words[SHMC_META_MAX / sizeof(uint64_t)] = {0};
+    memcpy(words, meta, meta_len);
+    tx_begin(c, TX_PUBLISH);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)         /* 6 */
+        tx64(c, (uint64_t *)(void *)(b->meta + i * sizeof *words), words[i]);
+    tx16(c, &b->meta_len, (uint16_t)meta_len);
+    return tx_commit(c) ? SHMC_OK : SHMC_E_POISONED;
+}
+
 /* Make `block` part `part` of `chunk`; it has a hold, so the chunk has one holder more. */
 static void part_attach(struct core *c, uint32_t chunk, uint32_t block, uint32_t part)
 {

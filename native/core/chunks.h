@@ -26,6 +26,8 @@ static inline bool chunk_complete(struct core *c, const struct chunk *k) { retur
 uint32_t block_new(struct core *c, uint32_t ns, uint32_t len, uint64_t size, const uint8_t *meta, uint32_t meta_len, struct ref *out);
 /* block_adopt -- a block that is being written, and under no key, moves to another namespace; a status */
 int block_adopt(struct core *c, uint32_t block, uint32_t ns);
+/* block_describe -- other bytes beside a block that is being written; a status */
+int block_describe(struct core *c, uint32_t block, const uint8_t *meta, uint32_t meta_len);
 /* take -- one more hold of `kind` on a block or chunk; false: the pool is empty. deadline 0: no lease */
 bool take(struct core *c, enum hold_kind kind, uint32_t target, uint32_t deadline, struct ref *out);
 /* let_go -- release a hold, with all that follows when it was the last */

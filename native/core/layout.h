@@ -151,7 +151,7 @@ struct block {
     uint32_t chunk, ns_gen;
     uint16_t ns, part, state, meta_len;
     uint64_t size;                          /* bytes asked for */
-    uint8_t meta[SHMC_META_MAX];            /* opaque to C: dtype, format, shape */
+    uint8_t meta[SHMC_META_MAX];            /* opaque to C: dtype, format, shape, checksum */
 };
 
 /* H_WRITE and H_WRITE_PIN: on a block that was not published when they were taken */
@@ -176,6 +176,7 @@ struct event_rec {
 
 _Static_assert(sizeof(struct chunk) == 128, "chunk record");
 _Static_assert(sizeof(struct block) == 112, "block record");
+_Static_assert(offsetof(struct block, meta) % 8 == 0 && SHMC_META_MAX % 8 == 0, "journalled as words");
 _Static_assert(sizeof(struct hold) == 36, "hold record");
 _Static_assert(sizeof(struct slot) == 120, "slot record");
 _Static_assert(sizeof(struct event_rec) == 120, "event record");

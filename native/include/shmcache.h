@@ -80,7 +80,7 @@ typedef struct {
     uint32_t max_attachments;
     uint32_t lifetime;        /* 0 persistent, 1 ephemeral */
     uint32_t mode;
-    uint32_t flags;           /* Python's own: hugepages, numa, prefault as asked */
+    uint32_t flags;           /* Python's own: hugepages as asked, checksum */
     uint32_t numa_node_mask;
 
     uint64_t region_stride;   /* distance of two regions in the arena's address space */
@@ -226,6 +226,8 @@ uint32_t shmc_owner_count(const shmc_owner *o);
 int shmc_release(shmc *h, shmc_owner **owners, uint32_t n);   /* last to first; empty ones are skipped */
 /* shmc_adopt -- move an unpublished, unreserved block to another namespace, as if allocated there now */
 int shmc_adopt(shmc *h, uint32_t ns, shmc_owner *o);
+/* shmc_set_meta -- other bytes beside an unpublished block, by its writer; those of the allocation are gone */
+int shmc_set_meta(shmc *h, const shmc_owner *o, const uint8_t *meta, uint32_t meta_len);
 int shmc_dup(shmc *h, const shmc_part *part, shmc_owner *to, int as_pin);
 int shmc_ref_count(shmc *h, const shmc_part *part, uint32_t *refs, uint32_t *pins);
 

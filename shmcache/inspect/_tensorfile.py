@@ -61,6 +61,7 @@ class Contents:
     created: float
     namespaces: list[dict[str, Any]] = field(default_factory=list)  # name, parts, descriptor
     layouts: list[bytes] = field(default_factory=list)
+    checksum: str = "none"  # what the segment keeps; dumps of earlier versions do not say
 
 
 def header_room(keys: int, key_bytes: int) -> int:
@@ -124,6 +125,7 @@ class Writer:
 def _header(c: Contents, entries: list[Entry]) -> dict[str, Any]:
     about = {
         "format": FORMAT, "segment": c.segment, "capacity": c.capacity, "policy": c.policy, "created": c.created,
+        "checksum": c.checksum,
         "namespaces": c.namespaces, "layouts": [blob.hex() for blob in c.layouts], "crc32": [e.crc for e in entries],
     }  # fmt: skip
     header: dict[str, Any] = {"__metadata__": {"shmcache": json.dumps(about, separators=(",", ":"))}}
@@ -167,6 +169,7 @@ class DumpFile:
         self.contents = Contents(
             str(about["segment"]), int(about["capacity"]), str(about["policy"]), float(about["created"]),
             about["namespaces"], [bytes.fromhex(blob) for blob in about["layouts"]],
+            str(about.get("checksum", "none")),
         )  # fmt: skip
         self._data = 8 + room
         self.entries = [_entry(name, t["data_offsets"], 0) for name, t in header.items()]

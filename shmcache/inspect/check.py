@@ -1,8 +1,9 @@
-"""Whether all invariants hold: `verify`.
+"""Whether all invariants hold, and all bytes are those that were put: `verify`.
 
 On a copy, and on a segment nobody is attached to, they are checked in a private mapping: no lock. On a
 live one the lock is asked for, with a deadline of 2 s; a lock that is not to be had within it is a
-finding too, and then a private copy is checked, which is exact when the holder is stopped.
+finding too, and then a private copy is checked, which is exact when the holder is stopped. Bytes are
+compared with the checksums of a segment that keeps them, in any state: `_payload`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ import mmap
 import os
 from typing import Any
 
+import click
+
 from .. import _shmfs
 from .._core import ffi, lib, text
 from .._names import control_name
 from ..errors import LockTimeoutError, ShmCacheError
+from ._keytext import printable
+from ._payload import Payload, check_payload
 from ._reader import Reader
-from ._render import note, print_json, say, some
+from ._render import note, print_json, say, size, some
 from ._stop import Exit
 from .cli import json_option, source, verb
 
 _TEXT = 1 << 16
+_SHOWN = 20
 
 
 @verb("verify")
 @source
+@click.option("--no-checksums", is_flag=True, help="Tables only: do not read the bytes of all parts.")
 @json_option
-def verify_(reader: Reader, as_json: bool) -> int:
+def verify_(reader: Reader, no_checksums: bool, as_json: bool) -> int:
     """Check all invariants: in a copy or an abandoned segment without the lock, else asking for it for 2 s."""
     if reader.copy:
         how, violations = "copy", check_copy(reader.control.base, reader.size)
@@ -35,16 +42,44 @@ def verify_(reader: Reader, as_json: bool) -> int:
     else:
         note(f"asking for the lock of {reader.name!r}, for 2 s at most")
         how, violations = _live(reader)
+    payload = None if no_checksums else check_payload(reader)
+    sound = not violations and not (payload and payload.mismatches)
     if as_json:
-        print_json("verify", {"name": reader.name, "how": how, "state": reader.state, "sound": not violations,
-                              "violations": violations})  # fmt: skip
-    elif violations:
-        say(f"{some(len(violations), 'violation')} ({how}):", "error")
-        for line in violations:
-            say(f"  {line}")
+        print_json("verify", {"name": reader.name, "how": how, "state": reader.state, "sound": sound,
+                              "violations": violations, "checksums": payload and payload.as_dict()})  # fmt: skip
     else:
+        _say_violations(how, violations)
+        if payload is not None:
+            _say_payload(reader.name, payload)
+    return Exit.SOUND if sound and reader.state != "poisoned" else Exit.UNHEALTHY
+
+
+def _say_violations(how: str, violations: list[str]) -> None:
+    if not violations:
         say(f"Sound: no invariant is violated ({how}).", "good")
-    return Exit.UNHEALTHY if violations or reader.state == "poisoned" else Exit.SOUND
+        return
+    say(f"{some(len(violations), 'violation')} ({how}):", "error")
+    for line in violations:
+        say(f"  {line}")
+
+
+def _say_payload(name: str, p: Payload) -> None:
+    if p.skipped:
+        say(f"Checksums ({p.kind}) were not compared: {p.skipped}.", "warning")
+        return
+    read = f"{some(p.checked, 'part')}, {size(p.bytes)} read"
+    if p.mismatches:
+        say(f"{some(len(p.mismatches), 'part')} with other bytes than were put ({p.kind}, {read}):", "error")
+        for m in p.mismatches[:_SHOWN]:
+            key = "removed, still held" if m["key"] is None else m["key"]
+            say(f"  {printable(m['namespace'])!r} {key} part {m['part']}: put as {m['expected']}, is {m['actual']}")
+        if len(p.mismatches) > _SHOWN:
+            say(f"  and {len(p.mismatches) - _SHOWN} more: --json")
+        say(f"  -> `shmcache-inspect remove {name} KEY` makes one a miss, to be stored anew.")
+    else:
+        say(f"Checksums ({p.kind}): {read}, all as they were put.", "good")
+    if p.without:
+        say(f"{some(p.without, 'part')} without a checksum.", "warning")
 
 
 def _live(reader: Reader) -> tuple[str, list[str]]:

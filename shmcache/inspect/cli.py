@@ -34,7 +34,7 @@ VERBS = {
     "diff": ("history", "What happened between two `stats --json`."),
     "map": ("arena", "A picture of the arena."),
     "top": ("top", "Live view: rates, occupancy, lock, attachments."),
-    "verify": ("check", "Whether all invariants hold."),
+    "verify": ("check", "Whether all invariants hold, and checksums agree."),
     "metrics": ("exporter", "Serve Prometheus metrics of all segments."),
     "dump": ("dump", "Write all chunks to a file (safetensors)."),
     "load": ("dump", "Put the chunks of a dump into a segment."),

@@ -11,11 +11,14 @@ from typing import Any
 
 import click
 
+from .._auto import AUTO
+from .._checksum import CHECKSUMS, checksum_name
 from .._formats import format_of
 from .._keys import decode, encode
 from .._meta import layout_from
 from .._order import all_chunks
 from .._sizes import parse_size
+from ..errors import ChecksumError
 from ._attach import DEADLINE, cache_of
 from ._reader import Reader
 from ._render import note, print_json, say, size
@@ -59,9 +62,10 @@ def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
         namespace_index(reader, namespace)
     spaces = [n for n in reader.namespaces().values() if namespace in (None, n.name)]
     contents = Contents(name, int(reader.geometry.capacity), reader.policy, time.time())
+    contents.checksum = checksum_name(int(reader.geometry.flags))
     contents.namespaces = [{"name": n.name, "parts": n.parts, "descriptor": n.descriptor} for n in spaces]
     total = sum(n.bytes for n in spaces)
-    left_out = 0
+    left_out = damaged = 0
     with cache_of(name) as cache:
         handles = [cache.namespace(n.name) for n in spaces]
         number = {handle._index: i for i, handle in enumerate(handles)}
@@ -77,27 +81,40 @@ def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
             raise Stop(Exit.REFUSED, f"{file} cannot be written: {e.strerror}") from None
         with writer, _progress(f"dump {name}", total) as bar:
             for i, key in keys:
-                written = _dump_chunk(writer, i, handles[i], key)
+                try:
+                    written = _dump_chunk(writer, i, handles[i], key, cache.checksum != "none")
+                except ChecksumError as e:
+                    note(str(e.args[0]))
+                    damaged += 1
+                    continue
                 left_out += not written
                 bar.update(written)
             bar.total = bar.n  # what the tables count is whole extents
             writer.finish()
-    chunks = len(keys) - left_out
+    chunks = len(keys) - left_out - damaged
     if as_json:
-        data = {"name": name, "file": file, "chunks": chunks, "parts": len(writer.entries), "gone_meanwhile": left_out}
+        data = {"name": name, "file": file, "chunks": chunks, "parts": len(writer.entries), "gone_meanwhile": left_out,
+                "damaged": damaged}  # fmt: skip
         print_json("dump", {**data, "bytes": os.stat(file).st_size})
     else:
         say(f"Wrote {chunks} chunks, {len(writer.entries)} parts, {size(os.stat(file).st_size)} to {file}.")
         if left_out:
             say(f"{left_out} went while it was written.")
-    return Exit.SOUND
+        if damaged:
+            say(f"{damaged} have other bytes than were put, and were left out.", "error")
+    return Exit.UNHEALTHY if damaged else Exit.SOUND
 
 
-def _dump_chunk(writer: Writer, index: int, handle: Any, key: Any) -> int:
-    """Bytes written; 0 when the chunk went meanwhile. All parts or none: it is pinned first."""
+def _dump_chunk(writer: Writer, index: int, handle: Any, key: Any, verify: bool) -> int:
+    """Bytes written; 0 when the chunk went meanwhile. All parts or none: it is pinned first, and verified.
+
+    (The dump has checksums of its own: what is wrong here would be right there.)
+    """
     with handle.lookup([key], pin=True, touch=False) as hit:
         if not hit.n:
             return 0
+        for part in range(handle.parts if verify else 0):
+            hit.get(0, part=part, verify=True).release()
         written = 0
         for part in range(handle.parts):
             with hit.get(0, part=part) as obj:
@@ -133,8 +150,9 @@ def load_(file: str, name: str, capacity: str | None, yes: bool, as_json: bool) 
     what = f"Make segment {name!r} of {size(room)} and load" if made else f"Load into {name!r}"
     confirm(f"{what} {len(dump.entries)} parts, {size(dump.bytes)}?", yes)
     if made:
+        kind = dump.contents.checksum
         cache = open_cache(name, capacity=room, policy=dump.contents.policy, timeout=DEADLINE, lock_timeout=DEADLINE,
-                           label="inspect")  # fmt: skip
+                           checksum=kind if kind in CHECKSUMS else AUTO, label="inspect")  # fmt: skip
     else:
         cache = cache_of(name)
     with cache:

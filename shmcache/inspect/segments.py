@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .._checksum import checksum_name
 from .._names import control_name, path_of
 from ._health import Finding, examine, stuck_lock, unhealthy
 from ._keytext import printable
@@ -101,6 +102,7 @@ def collect(reader: Reader) -> tuple[dict[str, Any], list[Finding]]:
         "instance": f"{reader.control.instance:016x}",
         "lifetime": reader.lifetime,
         "policy": reader.policy,
+        "checksum": checksum_name(int(reader.geometry.flags)),
         "geometry": {
             what: int(getattr(g, what))
             for what in ("capacity", "region_bytes", "align", "n_regions", "control_bytes", "mode", "max_chunks",
@@ -182,7 +184,8 @@ def _page(d: dict[str, Any]) -> None:
             ("segment", f"{printable(d['name'])} ({d['state']}, {d['lifetime']}; {where})"),
             ("made", f"{made} by shmcache {printable(d['version'])}"),
             ("geometry", f"{size(g['capacity'])} in {some(m['regions'], 'region')} of {size(g['region_bytes'])}, "
-                         f"align {size(g['align'])}, policy {d['policy']}, mode {g['mode']:04o}"),
+                         f"align {size(g['align'])}, policy {d['policy']}, mode {g['mode']:04o}"
+                         + (f", checksums {d['checksum']}" if d["checksum"] != "none" else "")),
             ("tables", f"{size(g['control_bytes'])}: {count(g['max_chunks'])} chunks, {count(g['max_blocks'])} blocks, "
                        f"{count(g['max_holds'])} holds, {g['max_attachments']} attachments"),
             ("memory", f"{m['ready']} of {m['regions']} regions ready"

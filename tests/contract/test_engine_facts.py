@@ -99,7 +99,7 @@ def test_other_shapes_formats_and_revisions_of_a_name_do_not_meet(start: Callabl
     """The segment outlives the engine: the next one may have other weights under the same name."""
     put(start(), key(1))
     for other in (
-        start(kv=(8, 2, 16, 2, 8)), start(extra={"shmcache.revision": "2"}), start(enable_blending=True),
+        start(kv=(2, 2, 16, 4, 8)), start(extra={"shmcache.revision": "2"}), start(enable_blending=True),
     ):  # fmt: skip
         assert not other.contains(key(1)) and other.get_keys() == [] and len(other.hot_cache) == 0
     assert start().get_keys() == [key(1)]

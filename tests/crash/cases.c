@@ -163,6 +163,12 @@ static void op_leading(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1,
 static void op_leading_pins(void) { uint32_t n; want(shmc_leading(W.h, W.one, keys(1, 12), -1, SHMC_F_PIN, 0, &n), SHMC_OK); want(n, 12); }
 static void op_leading_part(void) { uint32_t n; want(shmc_leading(W.h, W.two, key(11), 0, SHMC_F_PIN, SECOND, &n), SHMC_OK); want(n, 1); }
 static void op_adopt(void) { want(shmc_adopt(W.h, W.two, X[20].o), SHMC_OK); }
+static void op_set_meta(void)
+{
+    uint8_t meta[SHMC_META_MAX];
+    memset(meta, 0xa5, sizeof meta);
+    want(shmc_set_meta(W.h, X[20].o, meta, sizeof meta), SHMC_OK);
+}
 static const uint64_t K1 = 1;
 static void op_pin_one(void) { want(shmc_pin_one(W.h, W.one, (const uint8_t *)&K1, 8, 0, 0, 0), 1); }
 static void op_unpin_one(void) { want(shmc_unpin_one(W.h, W.one, (const uint8_t *)&K1, 8, 0), 1); }
@@ -359,6 +365,8 @@ const struct crash_case CASES[] = {
     {"leading run, pinned", "shmc_leading", w_full, NULL, op_leading_pins, 0},
     {"leading run, a part pinned", "shmc_leading", w_few, NULL, op_leading_part, ONE},
     {"adopt", "shmc_adopt", w_few, s_block, op_adopt, ONE},
+    {"set meta", "shmc_set_meta", w_few, s_block, op_set_meta, ONE},
+    {"set meta, of a reservation", "shmc_set_meta", w_few, s_reserved, op_set_meta, ONE},
     {"pin, one", "shmc_pin_one", w_few, NULL, op_pin_one, ONE},
     {"unpin, one", "shmc_unpin_one", w_few, s_pinned, op_unpin_one, ONE},
     {"remove, one", "shmc_remove_one", w_few, NULL, op_remove_one, 0},

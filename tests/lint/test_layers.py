@@ -55,7 +55,8 @@ def test_only_the_lock_and_the_os_layer_know_the_clock_and_the_kernel() -> None:
 PY_LAYERS = [
     {"_version", "_auto", "errors", "_shmcore"},
     {"_core", "_sizes", "_names", "_dtypes", "_formats", "_numa", "_cudart", "_metric_names"},
-    {"_shmfs", "_space", "_request", "_control", "_keys", "_meta", "_events", "_stats", "_defer", "_pending"},
+    {"_meta", "_checksum"},
+    {"_shmfs", "_space", "_request", "_control", "_keys", "_events", "_stats", "_defer", "_pending"},
     {"_regions", "_commit", "_arena", "pinning", "_handshake", "_create", "_mapping", "_directory"},
     {"_segment"},
     {"_attachment", "_calls"},
@@ -83,7 +84,7 @@ SUBPACKAGES = {
         {"_keytext", "_attach", "_source"},
         {"_reader"},
         {"_render", "_records", "_memory", "_tensorfile"},
-        {"_picture", "_families"},
+        {"_picture", "_families", "_payload"},
         {"_health"},
         {"cli"},
         {"segments", "people", "keys", "history", "check", "arena", "exporter"},

@@ -22,13 +22,13 @@ def test_the_tool_has_no_finding(tool: list[str]) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(shmcache.__all__) == [
-        "AUTO", "ByteStats", "CapacityError", "ConfigurationError", "CountStats", "Event", "Events", "LockStats",
-        "LockTimeoutError", "Lookup", "MemoryFormat", "MemoryObj", "MemoryObjMetadata", "Namespace", "NamespaceInfo",
-        "NamespaceMismatchError", "OutOfSharedMemoryError", "PackedKeys", "RawCloneError", "ReapReport", "Reservation",
-        "ReservationState", "SegmentBusyError", "SegmentClosedError", "SegmentCorruptError", "SegmentExistsError",
-        "SegmentInfo", "SegmentMismatchError", "SegmentNotFoundError", "SegmentPermissionError", "SharedCache",
-        "ShmCacheError", "StaleHandleError", "Stats", "__version__", "attach", "create", "open", "pack", "release_many",
-        "segments", "unlink",
+        "AUTO", "ByteStats", "CapacityError", "ChecksumError", "ConfigurationError", "CountStats", "Event",
+        "Events", "LockStats", "LockTimeoutError", "Lookup", "MemoryFormat", "MemoryObj", "MemoryObjMetadata",
+        "Namespace", "NamespaceInfo", "NamespaceMismatchError", "OutOfSharedMemoryError", "PackedKeys",
+        "RawCloneError", "ReapReport", "Reservation", "ReservationState", "SegmentBusyError", "SegmentClosedError",
+        "SegmentCorruptError", "SegmentExistsError", "SegmentInfo", "SegmentMismatchError", "SegmentNotFoundError",
+        "SegmentPermissionError", "SharedCache", "ShmCacheError", "StaleHandleError", "Stats", "__version__",
+        "attach", "create", "open", "pack", "release_many", "segments", "unlink",
     ]  # fmt: skip
     for name in shmcache.__all__:
         assert getattr(shmcache, name) is not None

@@ -85,7 +85,9 @@ class Row:
         self.floor_us.append(self.once(self.floor_call, self.floor_times))
 
 
-def rows(cache: shmcache.SharedCache, full: shmcache.SharedCache) -> list[Row]:
+def rows(
+    cache: shmcache.SharedCache, full: shmcache.SharedCache, plain: shmcache.SharedCache, summed: shmcache.SharedCache
+) -> list[Row]:
     ns = cache.default
     keys = [hashlib.sha256(str(i).encode()).digest() for i in range(1000)]
     for k in keys:
@@ -136,6 +138,25 @@ def rows(cache: shmcache.SharedCache, full: shmcache.SharedCache) -> list[Row]:
         full.put(fresh(), obj)
         obj.release()
 
+    # by one thread, unlike torch's copies: a checksum is computed by one too
+    raw, buffer = bytes(source.numpy()), bytearray(2 << 20)
+
+    def stores(where: shmcache.SharedCache) -> Callable[[], None]:
+        def call() -> None:
+            with where.allocate(2 << 20) as obj:
+                obj.byte_array[:] = raw
+                where.put(fresh(), obj)
+
+        return call
+
+    def loads(verify: bool) -> Callable[[], None]:
+        def call() -> None:
+            with summed.get(b"large", verify=verify) as obj:
+                buffer[:] = obj.byte_array
+            summed.touch([b"large"])  # so that the row before does not evict it
+
+        return call
+
     def call() -> None:
         libc.getpid()
 
@@ -153,6 +174,9 @@ def rows(cache: shmcache.SharedCache, full: shmcache.SharedCache) -> list[Row]:
             break
         with full.allocate(GRAN) as obj:
             full.put(i, obj)
+    with summed.allocate(2 << 20) as obj:
+        obj.byte_array[:] = raw
+        summed.put(b"large", obj)
     return [
         Row("contains, one key", lambda: ns.contains(key), 2000, "a cffi call", call, 2000, None),
         Row("get + release", lambda: ns.get(key).release(), 1000, "a cffi call", call, 2000, None),
@@ -166,6 +190,8 @@ def rows(cache: shmcache.SharedCache, full: shmcache.SharedCache) -> list[Row]:
         Row("the same, pin + touch + release", pinned, 20, "b''.join", joined, 100, None),
         Row("touch 1,000 keys, packed", lambda: ns.touch(packed), 20, "b''.join", joined, 100, None),
         Row("store 2 MiB with copy, evicting", store, 10, "a bare copy of 2 MiB", lambda: into.copy_(source), 10, None),
+        Row("store 2 MiB with a checksum", stores(summed), 10, "without", stores(plain), 10, None),
+        Row("load 2 MiB, verified", loads(True), 10, "not verified", loads(False), 10, None),
     ]
 
 
@@ -190,13 +216,15 @@ def main() -> int:
         both = figures[name]
         print(f"  {name:<36} {both['with']:>12.0f} {both['without']:>9.0f} {both['with'] / both['without']:>7.2f}")
 
-    names = [f"bench{os.getpid()}-{i}" for i in range(2)]
+    names = [f"bench{os.getpid()}-{i}" for i in range(4)]
     with (
         shmcache.create(names[0], "512MiB", max_chunks=400_000, prefault="wait") as cache,
         shmcache.create(names[1], "64MiB", prefault="wait") as full,
+        shmcache.create(names[2], "64MiB", prefault="wait") as plain,
+        shmcache.create(names[3], "64MiB", prefault="wait", checksum="xxh3") as summed,
     ):
         try:
-            table = rows(cache, full)
+            table = rows(cache, full, plain, summed)
             end = time.monotonic() + chosen.seconds
             while time.monotonic() < end or len(table[0].us) < 5:
                 for row in table:
@@ -208,8 +236,8 @@ def main() -> int:
                 python[row.name] = {"us": us, "floor_us": floor, "rounds": len(row.us)}
                 print(f"  {row.name:<34} {us:>10.2f} {floor:>9.2f} {us / floor:>7.1f}   {row.floor}")
         finally:
-            cache.unlink()
-            full.unlink()
+            for each in (cache, full, plain, summed):
+                each.unlink()
     from shmcache._core import ffi, lib
 
     plan = ffi.new("shmc_geometry *", {"capacity": 64 << 30, "align": GRAN, "max_attachments": 64})
