@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import shmcache
 
@@ -143,3 +146,22 @@ def test_with_mla_all_ranks_read_one_copy(start: Callable[..., list[Rank]]) -> N
     assert b.ask("put", [1], [8]) == 1  # a duplicate: the first bytes stay, and are there once
     assert a.ask("get", [1]) == [[7, 7, [1, 4, 256, 32]]]
     assert b.ask("stats") == {"used": once, "holds": 0}
+
+
+def test_the_configuration_in_the_readme_is_the_one_that_works(name: str, tmp_path: Path) -> None:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    text = re.search(r"```yaml\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+    assert text
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(text.group(1).replace("segment: prod", f"segment: {name}").replace("20GiB", "4MiB"))
+    config = LMCacheEngineConfig.from_file(str(file))
+    (plugin,) = config.storage_plugins
+    where = {key: config.extra_config[f"storage_plugin.{plugin}.{key}"] for key in ("module_path", "class_name")}
+    backend_class = getattr(importlib.import_module(where["module_path"]), where["class_name"])
+    metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.bfloat16, (2, 2, 256, 2, 8), role="worker")
+    backend = backend_class(config=config, metadata=metadata, dst_device="cpu", local_cpu_backend=None, loop=None)
+    assert str(backend) == plugin and backend.cache.name == name and backend.cache.capacity == 4 << 20
+    backend.close()
+    shmcache.unlink(name)
