@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests" / "crash"))
 import crash_build  # noqa: E402
 
 POLICIES = ("lru", "fifo", "mru", "lfu")
-SUMMED = ("kills", "deaths inside the lock", "stops", "operations", "bytes checked", "reaped", "violations")
+SUMMED = ("kills", "deaths inside the lock", "stops", "forks", "execs", "operations", "bytes checked", "reaped", "violations")
 
 
 def figures(text: str) -> dict[str, int]:

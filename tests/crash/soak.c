@@ -2,7 +2,8 @@
  *
  * Every byte that is published is checked: a block starts with a stamp of its key and part, and each
  * of its pages repeats it, so an extent that two chunks share, or that was given away too early, is
- * seen. At the end all are dead, reaped and drained: invariants, every key's bytes, invariant 7.
+ * seen. Workers also stop, attach anew, fork, and become other programs. At the end all are dead,
+ * reaped and drained: invariants, every key's bytes, invariant 7.
  *
  *   --seconds N  --workers N  --seed S  --policy P
  * The last line has the figures; status 1 when anything was wrong.
@@ -11,6 +12,7 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include "world.h"
@@ -19,7 +21,7 @@ enum { MAX_WORKERS = 64, KEYS = 300, MINE = 12, HANG_S = 20, BATCH = 4, PAGE = 4
 
 /* Shared with the workers. */
 static struct shared {
-    uint64_t operations[MAX_WORKERS], hits, bytes_checked, deaths_noticed;
+    uint64_t operations[MAX_WORKERS], hits, bytes_checked, deaths_noticed, forks, execs;
     uint32_t wrong;
     char what[256];                      /* the first thing that was wrong */
 } *S;
@@ -202,6 +204,35 @@ static void start_anew(void)
     attach();
 }
 
+/* A child cannot use its parent's handle; it attaches for itself, works a little, and leaves its holds to the reaper. */
+static void fork_and_go_on(void)
+{
+    pid_t pid = fork();
+    if (pid > 0) {
+        __atomic_fetch_add(&S->forks, 1, __ATOMIC_RELAXED);
+        while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) {}
+    }
+    if (pid) return;
+    uint8_t out[8];
+    if (shmc_contains(W.h, W.one, keys(0, 8), -1, out) != SHMC_E_FORKED) wrong("a handle works in a forked child", 0, 0);
+    memset(mine, 0, sizeof mine);                                     /* the parent's */
+    attach();
+    for (int i = 0; i < 20; i++) {
+        store_one(W.one, rnd(&R) % KEYS, 0);
+        read_one(W.one, rnd(&R) % KEYS, 0);
+        fine(shmc_pin(W.h, W.one, keys(rnd(&R) % KEYS, 4), 0, out), "pin");
+    }
+    _exit(0);
+}
+
+/* Another program in the same process: its holds go, what it was writing stays until it has ended. */
+static void become_another_program(void)
+{
+    __atomic_fetch_add(&S->execs, 1, __ATOMIC_RELAXED);
+    execl("/proc/self/exe", "soak", "--idle", "1", (char *)NULL);
+    wrong("exec", errno, 0);
+}
+
 static _Noreturn void worker(uint32_t number, uint64_t s)
 {
     R = s;
@@ -228,6 +259,8 @@ static _Noreturn void worker(uint32_t number, uint64_t s)
         case 30: if (rnd(&R) % 16 == 0) { uint32_t cursor = 0; uint64_t removed = 0; fine(shmc_clear(W.h, ns, &cursor, &removed), "clear"); } break;
         case 31:
             if (rnd(&R) % 64 == 0) start_anew();
+            else if (rnd(&R) % 256 == 0) fork_and_go_on();
+            else if (rnd(&R) % 1024 == 0) become_another_program();
             else if (rnd(&R) % 4 == 0 && fine(shmc_reap(W.h, &report), "reap")) __atomic_fetch_add(&S->deaths_noticed, report.slots, __ATOMIC_RELAXED);
             break;
         }
@@ -300,11 +333,12 @@ int main(int argc, char **argv)
         else if (!strcmp(argv[i], "--workers")) workers = v;
         else if (!strcmp(argv[i], "--seed")) seed = v;
         else if (!strcmp(argv[i], "--policy")) policy = v;
+        else if (!strcmp(argv[i], "--idle")) { alarm(8 * HANG_S); for (;;) pause(); }
         else { fprintf(stderr, "unknown option %s\n", argv[i]); return 2; }
     }
     must(workers >= 1 && workers <= MAX_WORKERS && policy <= SHMC_LFU);
     shmc_geometry g = plan(1100 * GRAN, 256 * GRAN, 128, (uint32_t)policy);
-    g.max_attachments = (uint32_t)workers + 6;
+    g.max_attachments = 2 * (uint32_t)workers + 6;
     same(shmc_plan(&g), SHMC_OK);
     world_make(&g, 1);
     arena = mmap(NULL, g.region_stride * g.n_regions, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -314,6 +348,7 @@ int main(int argc, char **argv)
     h->lock_timeout_ns = 10 * SECOND;
     commit_regions(1);
     open_namespaces();
+    must(prctl(PR_SET_CHILD_SUBREAPER, 1) == 0);
     uint64_t s = seed, kills = 0, stops = 0, began = os_now_ns(), end_at = began + seconds * SECOND, alive_at = began, seen = 0;
     for (uint32_t i = 0; i < workers; i++) spawn(i, rnd(&s));
     while (os_now_ns() < end_at && !S->wrong) {
@@ -338,14 +373,15 @@ int main(int argc, char **argv)
     }
     alarm(4 * HANG_S);
     for (uint32_t i = 0; i < workers; i++) end(i);
+    while (waitpid(-1, NULL, 0) > 0) {}                  /* children of workers that were killed: they end by themselves */
     for (uint32_t w = 0; w < workers; w++) done_by_dead += S->operations[w];
     last_look(h);
     const struct header *hdr = (const struct header *)W.base;
     if (S->wrong) printf("first violation: %s\n", S->what);
-    printf("seconds %.1f, policy %llu, seed %llu: kills %llu, deaths inside the lock %llu, stops %llu, operations %llu, lock holds %llu, hits %llu, "
+    printf("seconds %.1f, policy %llu, seed %llu: kills %llu, deaths inside the lock %llu, stops %llu, forks %llu, execs %llu, operations %llu, lock holds %llu, hits %llu, "
            "bytes checked %llu, evictions %llu, reaped %llu, violations %u\n",
            (double)(os_now_ns() - began) / 1e9, (unsigned long long)policy, (unsigned long long)seed, (unsigned long long)kills, (unsigned long long)hdr->recoveries,
-           (unsigned long long)stops, (unsigned long long)done_by_dead, (unsigned long long)hdr->acquisitions, (unsigned long long)S->hits,
+           (unsigned long long)stops, (unsigned long long)S->forks, (unsigned long long)S->execs, (unsigned long long)done_by_dead, (unsigned long long)hdr->acquisitions, (unsigned long long)S->hits,
            (unsigned long long)S->bytes_checked, (unsigned long long)hdr->stat[SHMC_ST_EVICTIONS], (unsigned long long)S->deaths_noticed, S->wrong);
     return S->wrong != 0;
 }
