@@ -75,6 +75,13 @@ def header_room(keys: int, key_bytes: int) -> int:
     return -(-room // 4096) * 4096 - 8
 
 
+def _for_the_owner(path: str, flags: int) -> int:
+    """A prompt can be told from its KV: mode 0600 whatever the umask, and whatever a dump that died has left."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
 class Writer:
     """A context manager. Leaving it without `finish` removes what was written."""
 
@@ -86,7 +93,7 @@ class Writer:
         self._layouts: dict[bytes, int] = {}
         self._room = room
         self._at = 0
-        self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115  # closed in __exit__
+        self._file: BinaryIO = open(self._partial, "wb", opener=_for_the_owner)  # noqa: SIM115
         self._file.seek(8 + room)
 
     def __enter__(self) -> Writer:

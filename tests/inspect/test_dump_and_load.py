@@ -95,6 +95,17 @@ def test_a_round_trip_is_bit_exact_in_order_and_read_by_others(name: str, other:
     shmcache.unlink(other)
 
 
+def test_a_dump_is_for_its_owner_s_eyes(name: str, tmp_path: Path) -> None:
+    """A prompt can be told from its KV, so neither the umask nor what a killed dump has left matters."""
+    small(name).close()
+    file = tmp_path / "d"
+    (tmp_path / "d.partial").write_bytes(b"")
+    (tmp_path / "d.partial").chmod(0o666)
+    assert run("dump", name, str(file))[0] == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    shmcache.unlink(name)
+
+
 def test_one_namespace(name: str, other: str, tmp_path: Path) -> None:
     file = str(tmp_path / "d")
     with small(name) as cache:
