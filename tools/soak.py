@@ -23,7 +23,9 @@ sys.path.insert(0, str(ROOT / "tests" / "crash"))
 import crash_build  # noqa: E402
 
 POLICIES = ("lru", "fifo", "mru", "lfu")
-SUMMED = ("kills", "deaths inside the lock", "stops", "forks", "execs", "operations", "bytes checked", "reaped", "violations")
+SUMMED = (
+    "kills", "deaths inside the lock", "stops", "forks", "execs", "operations", "bytes checked", "reaped", "violations",
+)  # fmt: skip
 
 
 def figures(text: str) -> dict[str, int]:
