@@ -31,7 +31,7 @@ _MAX_THREADS = 4
 
 
 def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a daemon thread with all signals blocked."""
+    """Starts a daemon thread with all signals blocked. RuntimeError: no more threads are to be had."""
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -40,6 +40,22 @@ def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=f"shmcache-{name}", daemon=True)
     thread.start()
     return thread
+
+
+def aside(work: Callable[[], None], name: str, started: Callable[[threading.Thread], object] | None = None) -> None:
+    """Does it in such a thread and waits; where none is to be had, here, with all signals blocked meanwhile."""
+    try:
+        thread = in_thread(work, name)
+    except RuntimeError:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            work()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    if started is not None:
+        started(thread)
+    thread.join()
 
 
 def reserve_aside(arena: Arena, i: int) -> None:
@@ -53,7 +69,7 @@ def reserve_aside(arena: Arena, i: int) -> None:
         except OSError as e:
             failures.append(e)
 
-    in_thread(work, "reserve").join()
+    aside(work, "reserve")
     if failures:
         raise failures[0]
 
