@@ -23,6 +23,7 @@ from collections.abc import Callable
 from ._core import ffi, lib
 from ._numa import NO_NODE
 from ._regions import FLAG_HUGE, FLAG_PARTLY_HUGE, HUGE_PAGE, Arena
+from ._space import cgroup_allows
 
 FULL = (errno.ENOSPC, errno.ENOMEM)
 _RESERVE_PIECE = 256 << 20
@@ -141,6 +142,8 @@ def _reserve(arena: Arena, i: int) -> bool:
         return False
     length = arena.region_length(i)
     try:
+        if not cgroup_allows(length):
+            raise OSError(errno.ENOMEM, "the memory cgroup allows no more")
         for at in range(0, length, _RESERVE_PIECE):
             os.posix_fallocate(fd, at, min(_RESERVE_PIECE, length - at))
     except OSError:
