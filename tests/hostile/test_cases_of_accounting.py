@@ -1,4 +1,4 @@
-"""Public fault reports that no other test meets: counting of holds, pins and bytes, order of eviction, identity of keys."""
+"""Public fault reports that no other test meets: counts of holds, pins and bytes, order of eviction, keys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_rounds_of_pins_and_clears_lose_no_space(cache):
         pass
 
 
-@pytest.mark.parametrize("leave", ["close", "exit", "os._exit"])
+LEAVING = {"close": "hit = None; c.close()", "exit": "sys.exit()", "os._exit": "os._exit(0)"}
+
+
+@pytest.mark.parametrize("leave", LEAVING)
 def test_who_leaves_with_pins_takes_them_along(name, leave):
     """B03: other processes can evict all, at once."""
     with small(name, 8 * GRAN) as cache:
@@ -57,7 +60,7 @@ import os, sys, shmcache
 c = shmcache.attach({name!r}, prefault="lazy")
 hit = c.lookup(list(range(5)), pin=True)
 assert hit.n == 5 and all(c.pin(i) for i in range(5))
-{dict(close="hit = None; c.close()", exit="sys.exit()").get(leave, "os._exit(0)")}
+{LEAVING[leave]}
 """
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
         objs = cache.default.allocate_many(GRAN, None, 8, timeout=5.0)
