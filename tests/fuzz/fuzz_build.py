@@ -7,14 +7,14 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-NATIVE = HERE.parents[1] / "native"
+ROOT = Path(__file__).parents[2]
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 SCANS = ("check", "peek", "snapshot")  # loops over whole tables: following each comparison there halves the speed
 
 
-def sources() -> list[Path]:
-    return [p for folder in (NATIVE, NATIVE / "core", NATIVE / "os") for p in sorted(folder.glob("*.c"))]
+def sources(root: Path) -> list[Path]:
+    folders = [root / "native", root / "native" / "core", root / "native" / "os", root / "tests" / "fuzz"]
+    return [p for folder in folders for p in sorted(folder.glob("*.c"))]
 
 
 def has_libfuzzer(folder: Path) -> bool:
@@ -27,8 +27,8 @@ def has_libfuzzer(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True, timeout=120).returncode == 0
 
 
-def build(folder: Path, *, guided: bool) -> Path:
-    """The program; `guided` by coverage, else with a main() of its own."""
+def build(folder: Path, *, guided: bool, root: Path = ROOT) -> Path:
+    """The program; `guided` by coverage, else with a main() of its own. `root`: a copy, to be spoilt."""
     folder.mkdir(parents=True, exist_ok=True)
     if guided:
         cc, flags, link = "clang", (*SANITIZERS, "-fsanitize=fuzzer-no-link"), ("-fsanitize=fuzzer",)
@@ -47,7 +47,7 @@ def build(folder: Path, *, guided: bool) -> Path:
         return str(out)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(one, [*sources(), HERE / "fuzz_segment.c"]))
+        objects = list(pool.map(one, sources(root)))
     exe = folder / "fuzz_segment"
     subprocess.run([cc, "-pthread", *flags, *link, "-o", str(exe), *objects], check=True, timeout=120)
     return exe

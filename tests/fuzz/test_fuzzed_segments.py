@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -51,9 +52,13 @@ def guided(tmp_path_factory: pytest.TempPathFactory) -> bool:
     return fuzz_build.has_libfuzzer(tmp_path_factory.mktemp("fuzz-probe"))
 
 
-def run(command: list[str], images: Path, timeout: float) -> str:
+def attempt(command: list[str], images: Path, timeout: float) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "SHMC_FUZZ_IMAGES": str(images), "ASAN_OPTIONS": "", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=env)
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=env)
+
+
+def run(command: list[str], images: Path, timeout: float) -> str:
+    done = attempt(command, images, timeout)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-1000:]}\n{done.stderr[-5000:]}"
     return done.stdout + done.stderr
 
@@ -103,3 +108,28 @@ def test_minutes_of_fuzzing_find_nothing(program, images, guided, tmp_path, seed
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_without_coverage_too(program, images, tmp_path, seed):
     assert fuzz(program(False), images, tmp_path, guided=False, seconds=60, seed=seed) > 1_000
+
+
+# What guards a read, and what it is when somebody forgets it.
+FORGOTTEN = [
+    ("core/peek.c", "i < c.n_blocks && steps < SHMC_PARTS_MAX", "i != NIL && steps < SHMC_PARTS_MAX"),
+    ("core/types.h", "if (__builtin_expect(i < c->count, 1)) return", "if (__builtin_expect(i < NIL, 1)) return"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("file", "guard", "forgotten"), FORGOTTEN, ids=[file for file, *_ in FORGOTTEN])
+def test_a_forgotten_check_is_found(images, guided, tmp_path, file, guard, forgotten):
+    if not guided:
+        pytest.skip("clang with libFuzzer is not installed")
+    for part in ("native", "tests/fuzz"):
+        shutil.copytree(fuzz_build.ROOT / part, tmp_path / part)
+    source = tmp_path / "native" / file
+    text = source.read_text()
+    assert text.count(guard) == 1
+    source.write_text(text.replace(guard, forgotten))
+    spoilt = fuzz_build.build(tmp_path / "build", guided=True, root=tmp_path)
+    write_inputs(tmp_path / "corpus")
+    options = ["-max_total_time=60", "-seed=1", "-max_len=400", "-timeout=4", f"-artifact_prefix={tmp_path}/"]
+    assert attempt([str(spoilt), *options, str(tmp_path / "corpus")], images, 120).returncode
