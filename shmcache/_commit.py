@@ -29,6 +29,7 @@ FULL = (errno.ENOSPC, errno.ENOMEM)
 _RESERVE_PIECE = 256 << 20
 _PIECE = 64 << 20  # 6 to 30 ms: how long a stop may take
 _MAX_THREADS = 4
+_BLOCK = 512  # unit of st_blocks
 
 
 def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
@@ -142,7 +143,8 @@ def _reserve(arena: Arena, i: int) -> bool:
         return False
     length = arena.region_length(i)
     try:
-        if not cgroup_allows(length):
+        missing = length - os.fstat(fd).st_blocks * _BLOCK  # region 0 is reserved at creation
+        if missing > 0 and not cgroup_allows(missing):
             raise OSError(errno.ENOMEM, "the memory cgroup allows no more")
         for at in range(0, length, _RESERVE_PIECE):
             os.posix_fallocate(fd, at, min(_RESERVE_PIECE, length - at))

@@ -66,6 +66,22 @@ def test_creating_more_than_the_group_may_have_names_it_and_leaves_nothing(name,
     in_child(test)
 
 
+def test_what_was_reserved_is_not_asked_for_again(name, in_child, group):
+    """The first region is reserved at creation, and committed after: both fit, once."""
+    folder = group(64 * MIB)
+
+    def test() -> None:
+        enter(folder)
+        with small(name, 40 * MIB) as cache:
+            assert cache.stats().bytes.ready == 40 * MIB
+            for i in range(40):
+                assert store(cache, i, nbytes=MIB)
+            assert cache.stats().counts.chunks == 40
+            cache.unlink()
+
+    in_child(test)
+
+
 def test_a_worker_in_a_small_group_uses_a_large_arena(name, fork, group):
     """B92: pages belong to the group of who made them: the creator, who populates."""
     folder = group(32 * MIB)
