@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
@@ -58,15 +60,11 @@ def look_and_use(name: str) -> None:
         return
     problems = cache.verify()
     assert isinstance(problems, list)
-    try:
+    with contextlib.suppress(ShmCacheError):
         everyday(cache)
-    except ShmCacheError:
-        pass
     cache.verify()
-    try:
+    with contextlib.suppress(ShmCacheError):
         cache.close()
-    except ShmCacheError:
-        pass
 
 
 def damage(image: bytes, used: list[int], r: random.Random) -> bytes:
@@ -99,8 +97,6 @@ def rounds(name: str, first: int, n: int) -> None:
                     look_and_use(name)
                     os._exit(0)
                 finally:
-                    import traceback
-
                     traceback.print_exc()
                     os._exit(1)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
