@@ -116,6 +116,7 @@ static int evict_run(struct core *c, struct room *r, uint32_t len)
             continue;
         }
         if (!(chunk_at(c, b->chunk)->flags & C_DRAIN)) chunk_unlink(c, b->chunk, SHMC_BY_EVICT);
+        SOUND(c, c->hdr->drain != NIL, "a chunk that drains is on the list");
         drain_some(c);
         r->run_gen = block_at(c, r->run)->gen;                   /* it may be our own drain that freed it */
         return -1;
