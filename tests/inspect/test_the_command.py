@@ -15,6 +15,7 @@ import scenes
 from scenes import run, small
 
 import shmcache
+from shmcache._core import lib
 from shmcache.inspect.cli import VERBS
 
 SCRIPT = Path(sys.executable).with_name("shmcache-inspect")
@@ -135,7 +136,8 @@ def test_another_version_is_told_apart(name: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.write_bytes(raw)
     code, _, err = run("show", "--file", str(copy))
-    assert code == 4 and "format 2" in err and "format 1" in err
+    ours = lib.SHMC_FORMAT_VERSION
+    assert code == 4 and f"format {ours + 1}" in err and f"format {ours}" in err
     (scenes.SHM / f"shmcache.{name}").write_bytes(raw)
     assert run("show", name)[0] == 4
     _, out, _ = run("list", "--json")
