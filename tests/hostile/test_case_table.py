@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 TABLE = (TESTS / "cases.md").read_text()
-ROWS = re.findall(r"^- (B\d+): (.+)$", TABLE, re.MULTILINE)
+ROWS = re.findall(r"^- (B\d+) \([^ ]+#\d+\): (.+)$", TABLE, re.MULTILINE)
 OF_NO_REPORT = {12, 14, 15, 18, 20, 24, 31, 32, 36, 42, 48, 56, 57, 64, 73, 80, 82, 87, 96, 103, 107, 111, 6}
 FIRST, LAST = 2, 119
 NAMED = re.compile(r"\bB\d+\b")
