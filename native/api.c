@@ -251,7 +251,8 @@ void shmc_last_holder(shmc *h, shmc_holder *out)
     int32_t tid = lock_owner_tid(hdr);
     *out = (shmc_holder){.pid = tid, .op = __atomic_load_n(&hdr->holder_op, __ATOMIC_RELAXED)};
     if (slot < h->core.n_slots && tid) out->pid = h->core.slots[slot].pid;
-    if (h->stuck.since_ns) out->age_ns = os_now_ns() - h->stuck.since_ns;
+    uint64_t since = __atomic_load_n(&h->stuck.since_ns, __ATOMIC_RELAXED);      /* threads may share the handle */
+    if (since) out->age_ns = os_now_ns() - since;
 }
 
 const char *shmc_op_name(uint32_t op) { return tx_op_name(op); }

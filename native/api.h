@@ -66,7 +66,7 @@ static inline uint32_t lease_tick(const struct core *c, uint64_t lease_ns)
 }
 
 /* room_for -- a bounded step towards `n` extents of `len`. 1: try again; else GROW, FULL or an error */
-struct room { uint32_t victims, rescans, region, regions_seen, at, at_gen, run, run_gen, run_len; bool spatial, evicting, started, swept; };
+struct room { uint32_t victims, rescans, region, regions_seen, at, at_gen, run, run_gen, run_len, stale_steps; bool spatial, evicting, started, swept; };
 int room_for(shmc *h, struct room *r, uint32_t len, uint32_t n, uint32_t flags);
 void ticket_take(struct core *c, int which, uint32_t *ticket);
 

@@ -116,6 +116,7 @@ static int evict_run(struct core *c, struct room *r, uint32_t len)
             continue;
         }
         if (!(chunk_at(c, b->chunk)->flags & C_DRAIN)) chunk_unlink(c, b->chunk, SHMC_BY_EVICT);
+        SOUND(c, c->hdr->drain != NIL, "a chunk that drains is on the list");
         drain_some(c);
         r->run_gen = block_at(c, r->run)->gen;                   /* it may be our own drain that freed it */
         return -1;
@@ -147,8 +148,11 @@ int room_for(shmc *h, struct room *r, uint32_t len, uint32_t n, uint32_t flags)
 {
     struct core *c = &h->core;
     struct header *hdr = c->hdr;
-    if (hdr->drain != NIL || hdr->stale) {                       /* memory that is on its way */
+    /* memory that is on its way; outdated chunks that two rounds of the hand do not meet are a counter that is wrong */
+    if (hdr->drain != NIL || (hdr->stale && r->stale_steps <= 2 * (c->n_chunks / STALE_SCAN + 1))) {
+        uint32_t stale = hdr->stale;
         bool more = drain_some(c);
+        r->stale_steps = hdr->drain == NIL && hdr->stale == stale ? r->stale_steps + 1 : 0;
         if (more || (extent_fits(c, len) && hdr->free_block != NIL)) {
             if (more) c->items = BATCH_ITEMS;
             int rc = breathe(h, TX_ALLOC);

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._commit import FULL, commit_region, in_thread, populate_region
+from ._commit import FULL, aside, commit_region, in_thread, populate_region
 from ._core import ffi, lib, log
 from ._regions import Arena
 from ._sizes import format_size
@@ -25,6 +25,7 @@ _POLL = 0.005
 _IDLE_POLL = 0.1
 _REAP_EVERY = 0.1
 _RETRY_AFTER = 1.0  # no second try sooner after a full tmpfs: each one costs what it reserves
+_VAIN_FOR = 5.0  # after waiting for others in vain: they are stopped, or slower than anybody waits
 _REPORT_WITHIN = 10.0
 
 PrefaultMode = Literal["background", "wait", "lazy"]
@@ -59,6 +60,8 @@ class Committer:
         self._state: Literal["off", "running", "done", "failed"] = "off"
         self._failure = ""
         self._retry_at = 0.0
+        self._vain_until = 0.0
+        self._reap_at = 0.0
 
     # ---- growing on demand -------------------------------------------------------------------------
 
@@ -68,10 +71,11 @@ class Committer:
         True: there is more memory than before, ask again. False: none to be had within the timeout.
         ShmCacheError when the segment cannot be used. `whole`: populate it too, however long it takes.
         """
-        if time.monotonic() < self._retry_at:
+        now = time.monotonic()
+        if now < self._retry_at:
             return False
-        deadline = time.monotonic() + timeout
-        reap_at = 0.0
+        # Others, whom somebody has just waited for in vain, are given one look now: done, or dead.
+        deadline = now + timeout if now >= self._vain_until else now
         before = self._arena.ready_bytes()
         while not self._stop.is_set():
             status, region = self._claim()
@@ -80,20 +84,27 @@ class Committer:
             if status != lib.SHMC_PENDING and status != lib.SHMC_E_NOT_FOUND:
                 raise from_status(status, f"committing memory of segment {self._arena.name!r}")
             if self._arena.ready_bytes() > before:
+                self._vain_until = 0.0
                 return True
-            if status == lib.SHMC_E_NOT_FOUND or time.monotonic() >= deadline:
+            if status == lib.SHMC_E_NOT_FOUND:
                 return False
-            reap_at = self._reap(reap_at)
+            if self._reap():
+                continue
+            if time.monotonic() >= deadline:
+                if deadline > now:
+                    self._vain_until = time.monotonic() + _VAIN_FOR
+                return False
             self._stop.wait(_POLL)
         return False
 
-    def _reap(self, not_before: float) -> float:
-        """Whoever we wait for may have died; a reap makes its region anybody's again."""
+    def _reap(self) -> bool:
+        """Whoever we wait for may have died; a reap makes its region anybody's again. False: it is not yet time."""
         now = time.monotonic()
-        if now < not_before:
-            return not_before
+        if now < self._reap_at:
+            return False
         lib.shmc_reap(self._handle, ffi.new("shmc_reap_report *"))
-        return now + _REAP_EVERY
+        self._reap_at = now + _REAP_EVERY
+        return True
 
     # ---- in the background -----------------------------------------------------------------------
 
@@ -101,7 +112,10 @@ class Committer:
         """Commits all regions, and populates in this process those that others have committed."""
         if self._thread is None and not self._stop.is_set():
             self._state = "running"
-            self._thread = in_thread(self._run, "prefault")
+            try:
+                self._thread = in_thread(self._run, "prefault")
+            except RuntimeError as e:  # then memory is had as it is needed
+                self._fail(str(e))
 
     def wait(self) -> bool:
         """Waits until background() is done, with a progress bar on a terminal. False: it failed."""
@@ -135,7 +149,7 @@ class Committer:
 
     def _run(self) -> None:
         try:
-            pause, reap_at = _POLL, 0.0
+            pause = _POLL
             while not self._stop.is_set():
                 status, region = self._claim()
                 if status == lib.SHMC_OK:
@@ -145,7 +159,7 @@ class Committer:
                 elif not self._populate_one():
                     if status != lib.SHMC_PENDING:
                         break  # none left, or the segment cannot be used
-                    reap_at = self._reap(reap_at)
+                    self._reap()
                     self._stop.wait(pause)
                     pause = min(2 * pause, _IDLE_POLL)
             while self._populate_one():
@@ -183,9 +197,7 @@ class Committer:
             result[0] = self._commit(region, until)
 
         self._workers = [w for w in self._workers if w.is_alive()]
-        worker = in_thread(work, "commit")
-        self._workers.append(worker)
-        worker.join()
+        aside(work, "commit", self._workers.append)
         return result[0]
 
     def _commit(self, region: int, until: float | None = None) -> bool:
@@ -194,7 +206,7 @@ class Committer:
         except OSError as e:
             self._report(region, False, 0)
             self._retry_at = time.monotonic() + _RETRY_AFTER
-            self._fail("shared memory is full" if e.errno in FULL else os.strerror(e.errno or 0))
+            self._fail("shared memory is full" if e.errno in FULL else os.strerror(e.errno) if e.errno else str(e))
             return False
         except BaseException:
             self._report(region, False, 0)

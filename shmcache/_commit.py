@@ -23,15 +23,17 @@ from collections.abc import Callable
 from ._core import ffi, lib
 from ._numa import NO_NODE
 from ._regions import FLAG_HUGE, FLAG_PARTLY_HUGE, HUGE_PAGE, Arena
+from ._space import cgroup_allows
 
 FULL = (errno.ENOSPC, errno.ENOMEM)
 _RESERVE_PIECE = 256 << 20
 _PIECE = 64 << 20  # 6 to 30 ms: how long a stop may take
 _MAX_THREADS = 4
+_BLOCK = 512  # unit of st_blocks
 
 
 def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a daemon thread with all signals blocked."""
+    """Starts a daemon thread with all signals blocked. RuntimeError: no more threads are to be had."""
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -40,6 +42,22 @@ def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=f"shmcache-{name}", daemon=True)
     thread.start()
     return thread
+
+
+def aside(work: Callable[[], None], name: str, started: Callable[[threading.Thread], object] | None = None) -> None:
+    """Does it in such a thread and waits; where none is to be had, here, with all signals blocked meanwhile."""
+    try:
+        thread = in_thread(work, name)
+    except RuntimeError:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            work()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    if started is not None:
+        started(thread)
+    thread.join()
 
 
 def reserve_aside(arena: Arena, i: int) -> None:
@@ -53,7 +71,7 @@ def reserve_aside(arena: Arena, i: int) -> None:
         except OSError as e:
             failures.append(e)
 
-    in_thread(work, "reserve").join()
+    aside(work, "reserve")
     if failures:
         raise failures[0]
 
@@ -91,7 +109,7 @@ def populate_region(arena: Arena, i: int, stop: threading.Event, *, threads: int
             except IndexError:
                 return
             error = lib.shmc_populate(ffi.cast("void *", address), size)
-            if error == -errno.EINVAL:  # a kernel before 5.14: the first use will fault pages in
+            if error in (-errno.EINVAL, -errno.ENOSYS):  # a kernel before 5.14: the first use will fault pages in
                 return
             if error:
                 failures.append(-error)
@@ -125,6 +143,9 @@ def _reserve(arena: Arena, i: int) -> bool:
         return False
     length = arena.region_length(i)
     try:
+        missing = length - os.fstat(fd).st_blocks * _BLOCK  # region 0 is reserved at creation
+        if missing > 0 and not cgroup_allows(missing):
+            raise OSError(errno.ENOMEM, "the memory cgroup allows no more")
         for at in range(0, length, _RESERVE_PIECE):
             os.posix_fallocate(fd, at, min(_RESERVE_PIECE, length - at))
     except OSError:

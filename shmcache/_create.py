@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from typing import Any
 
 from . import _shmfs
@@ -16,7 +17,7 @@ from ._commit import FULL, reserve_aside
 from ._control import Control, own_namespaces
 from ._core import ffi, lib, log
 from ._handshake import Handshake, names_inode
-from ._names import control_name
+from ._names import control_name, region_name
 from ._regions import Arena
 from ._request import Request
 from ._sizes import format_size
@@ -34,8 +35,15 @@ def create_segment(handshake: Handshake, request: Request) -> tuple[Control, Are
     try:
         return _fill(handshake, request, request.plan())
     except BaseException as e:
-        remove_segment(handshake)
-        if isinstance(e, ShmCacheError) or not isinstance(e, OSError) or e.errno not in FULL:
+        _undo(handshake, request)
+        if isinstance(e, ShmCacheError) or not isinstance(e, OSError):
+            raise
+        if e.errno == errno.EFBIG:
+            raise OutOfSharedMemoryError(
+                f"segment {request.name!r} cannot be created: its files may be of {_largest_file()} bytes at most",
+                hint="raise RLIMIT_FSIZE (ulimit -f), or ask for smaller regions (region_bytes)",
+            ) from e
+        if e.errno not in FULL:
             raise
         raise OutOfSharedMemoryError(
             f"segment {request.name!r} of {request.capacity} bytes cannot be created: {e.strerror}",
@@ -68,6 +76,21 @@ def _fill(handshake: Handshake, request: Request, g: Any) -> tuple[Control, Aren
     control.revalidate()
     log.info("segment %r created: %s in %d regions", request.name, format_size(g.capacity), g.n_regions)
     return control, arena
+
+
+def _undo(handshake: Handshake, request: Request) -> None:
+    """Removes what a failed creation made, also when no descriptor is left to list the folder with."""
+    try:
+        remove_segment(handshake)
+    except OSError:
+        instance = Control(handshake.fd, writable=True).instance
+        for i in range(request.plan().n_regions if instance else 0):
+            _shmfs.unlink_shm(region_name(request.name, instance, i))
+        _shmfs.unlink_shm(control_name(request.name))
+
+
+def _largest_file() -> int:
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 
 
 def remove_segment(handshake: Handshake, control: Control | None = None) -> None:

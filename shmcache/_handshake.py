@@ -167,21 +167,36 @@ def _open_control(name: str, create_mode: int | None) -> int | None:
     except FileNotFoundError:
         if create_mode is None:
             raise
-    except PermissionError:
-        raise permission_error(name, path_of(shm_name)) from None
+    except OSError as e:
+        raise _refused(name, e) from None
     try:
         return _shmfs.create_shm(shm_name, create_mode)
     except FileExistsError:
         return None
-    except PermissionError:
-        raise permission_error(name, path_of(shm_name)) from None
     except OSError as e:
-        if e.errno != errno.ENOSPC:
-            raise
-        raise OutOfSharedMemoryError(
+        raise _refused(name, e) from None
+
+
+def _refused(name: str, e: OSError) -> OSError:
+    """What the kernel's refusal to open or make the control file means, and what to do; else `e` itself."""
+    if isinstance(e, PermissionError):
+        return permission_error(name, path_of(control_name(name)))
+    if e.errno == errno.EROFS:
+        return SegmentPermissionError(
+            f"segment {name!r} cannot be used: {SHM_FOLDER} is a read-only file system (EROFS)",
+            hint="mount it writable: attaching writes too",
+        )
+    if e.errno == errno.ENOSPC:
+        return OutOfSharedMemoryError(
             f"segment {name!r} cannot be created: {SHM_FOLDER} has no room for another file",
             hint="remove unused files, or raise its nr_inodes",
-        ) from None
+        )
+    if isinstance(e, FileNotFoundError):
+        return OutOfSharedMemoryError(
+            f"segment {name!r} cannot be created: this host has no {SHM_FOLDER} (ENOENT)",
+            hint=f"mount a tmpfs there: mount -t tmpfs -o mode=1777 tmpfs {SHM_FOLDER}",
+        )
+    return e
 
 
 def _check_owner(name: str, st: os.stat_result) -> None:

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _cudart
-from ._commit import in_thread
+from ._commit import aside
 from ._core import ffi, lib, log
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _touch_on(address: int, size: int, node: int) -> None:
         lib.shmc_numa_prefer(node)
         lib.shmc_populate(ffi.cast("void *", address), size)
 
-    in_thread(work, "place").join()
+    aside(work, "place")
 
 
 def _register(address: int, size: int) -> Any:

@@ -62,7 +62,8 @@ class Arena:
         self._reader: Any = None
         self._inodes = [0] * self.n_regions
 
-        space = lib.shmc_reserve_space(self.bytes, HUGE_PAGE if self.stride % HUGE_PAGE == 0 else 4096)
+        page = HUGE_PAGE if self.stride % HUGE_PAGE == 0 else 4096
+        space = lib.shmc_reserve_space(self.bytes, max(page, int(g.align)))  # so that addresses are aligned too
         if space == ffi.NULL:
             raise OSError(
                 ffi.errno, f"cannot reserve {format_size(self.bytes)} of address space: {os.strerror(ffi.errno)}"

@@ -7,6 +7,7 @@ process, so that two threads exclude each other too and a close elsewhere does n
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -29,19 +30,24 @@ def open_shm(name: str, *, read_only: bool = False) -> int:
 
 
 def create_shm(name: str, mode: int) -> int:
-    """A new object with exactly this mode, whatever the umask; FileExistsError."""
+    """A new object with exactly this mode, whatever the umask; FileExistsError, or FileNotFoundError: no folder."""
     fd = _shm_open(name, posix_ipc.O_CREX, mode, False)
     os.fchmod(fd, mode)
     return fd
 
 
 def _shm_open(name: str, flags: int, mode: int, read_only: bool) -> int:
+    """OSError with number and path, whatever the library raises."""
     try:
         return int(posix_ipc.SharedMemory(name, flags, mode=mode, read_only=read_only).fd)
     except posix_ipc.ExistentialError as e:
-        raise (FileExistsError if flags else FileNotFoundError)(f"{path_of(name)}: {e}") from None
+        exists = flags and os.path.isdir(SHM_FOLDER)
+        raise (FileExistsError if exists else FileNotFoundError)(f"{path_of(name)}: {e}") from None
     except posix_ipc.PermissionsError as e:
         raise PermissionError(f"{path_of(name)}: {e}") from None
+    except OSError as e:  # the library gives no number when there are too many open files
+        number = e.errno or (errno.ENFILE if "system" in str(e) else errno.EMFILE)
+        raise OSError(number, os.strerror(number), path_of(name)) from None
 
 
 def unlink_shm(name: str) -> None:

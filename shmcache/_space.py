@@ -39,6 +39,14 @@ def check_room(name: str, needed: int) -> None:
         )
 
 
+def cgroup_allows(needed: int) -> bool:
+    """Whether that many bytes more, and some for others, stay below the limits of the memory cgroup.
+
+    Beyond them the kernel refuses nothing: it kills a process of the group.
+    """
+    return all(needed + needed // 8 <= free for free in _cgroup_limits())
+
+
 def _cgroup_limits() -> Iterator[int]:
     """Bytes left in each memory cgroup above this process, v2 and v1. Nothing where none is visible.
 

@@ -60,6 +60,10 @@ static void hold_begins(struct core *c, uint32_t op)
     c->words = c->frees = c->items = 0;
 }
 
+/* `stuck` belongs to a handle, which threads may share: each word is of its own, and only a hint. */
+#define LOAD(p) __atomic_load_n(p, __ATOMIC_RELAXED)
+#define STORE(p, v) __atomic_store_n(p, v, __ATOMIC_RELAXED)
+
 int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_ns)
 {
     struct header *h = c->hdr;
@@ -67,8 +71,9 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
     if (rc == EBUSY) {
         __atomic_fetch_add(&h->contended, 1, __ATOMIC_RELAXED);
         uint64_t now = os_now_ns(), held = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED);
-        if (s->next_probe_ns && s->acquisitions == held && now < s->next_probe_ns) return SHMC_E_LOCK_TIMEOUT;
-        bool again = s->next_probe_ns && s->acquisitions == held;
+        uint64_t probe = LOAD(&s->next_probe_ns);
+        bool again = probe && LOAD(&s->acquisitions) == held;
+        if (again && now < probe) return SHMC_E_LOCK_TIMEOUT;
         uint64_t wait = again && timeout_ns > GLANCE_NS ? GLANCE_NS : timeout_ns < FOREVER_NS ? timeout_ns : FOREVER_NS;
         uint64_t end = now + wait;
         struct timespec t = {.tv_sec = (time_t)(end / 1000000000u), .tv_nsec = (long)(end % 1000000000u)};
@@ -76,9 +81,9 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
         if (rc == ETIMEDOUT) {
             uint64_t seen = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED);
             if (!again && timeout_ns <= GLANCE_NS) return SHMC_E_LOCK_TIMEOUT;   /* a destructor's glance proves nothing */
-            if (!again) s->since_ns = now;
-            s->next_probe_ns = seen == held ? os_now_ns() + PROBE_NS : 0;
-            s->acquisitions = seen;
+            if (!again) STORE(&s->since_ns, now);
+            STORE(&s->next_probe_ns, seen == held ? os_now_ns() + PROBE_NS : 0);
+            STORE(&s->acquisitions, seen);
             return SHMC_E_LOCK_TIMEOUT;
         }
     }
@@ -89,7 +94,7 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
     if (rc == EOWNERDEAD) rc = recover(c);
     else if (rc == ENOTRECOVERABLE) { __atomic_store_n(&h->state, SHMC_S_POISONED, __ATOMIC_RELEASE); return SHMC_E_POISONED; }
     if (rc) return SHMC_E_OS;
-    s->next_probe_ns = 0;
+    if (LOAD(&s->next_probe_ns)) STORE(&s->next_probe_ns, 0);
     hold_begins(c, op);
     if (__builtin_expect(h->state == SHMC_S_POISONED || c->bad, 0)) {
         uint32_t none;

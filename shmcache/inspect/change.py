@@ -222,19 +222,27 @@ def gc_(persistent: bool, yes: bool, as_json: bool) -> int:
     if found or orphans:
         confirm(f"Remove {some(len(found), 'segment')} and {some(len(orphans), 'stray file')}?", yes)
     gone = {name: why for name in found if (why := _abandoned(name, persistent, True)) is not None}
+    refused = []
     for file in _orphan_regions():
         if file in orphans:
-            _shmfs.unlink_shm(file)
+            try:
+                _shmfs.unlink_shm(file)
+            except PermissionError:
+                refused.append(file)
+    removed = [o for o in orphans if o not in refused]
     if as_json:
         data: list[dict[str, Any]] = [{"name": name, "why": why} for name, why in gone.items()]
-        print_json("gc", {"removed": data, "stray_files": [path_of(o) for o in orphans]})
+        strays = {"stray_files": [path_of(o) for o in removed], "not_permitted": [path_of(o) for o in refused]}
+        print_json("gc", {"removed": data, **strays})
     else:
         say(
-            f"Removed {some(len(gone), 'segment')} and {some(len(orphans), 'stray file')}."
+            f"Removed {some(len(gone), 'segment')} and {some(len(removed), 'stray file')}."
             if found or orphans
             else "Nothing is abandoned."
         )
-    return Exit.SOUND
+        for file in refused:
+            say(f"Not permitted: {path_of(file)} belongs to somebody else.")
+    return Exit.REFUSED if refused else Exit.SOUND
 
 
 @verb("unlink")

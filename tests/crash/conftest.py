@@ -14,11 +14,11 @@ Built = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """built("soak", "-DFLAG", ...) -> the executable"""
+    """built("soak", "-DFLAG", ..., cc="clang") -> the executable"""
     folder = tmp_path_factory.mktemp("crash-build")
 
-    def make(program: str, *flags: str) -> Path:
-        name = hashlib.sha256("\0".join([program, *flags]).encode()).hexdigest()[:12]
-        return crash_build.build(folder / name, program, flags)
+    def make(program: str, *flags: str, cc: str | None = None) -> Path:
+        name = hashlib.sha256("\0".join([program, cc or "", *flags]).encode()).hexdigest()[:12]
+        return crash_build.build(folder / name, program, flags, cc)
 
     return make

@@ -14,6 +14,7 @@ NATIVE = HERE.parents[1] / "native"
 
 WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wvla", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1")
+THREAD_SANITIZER = ("-fsanitize=thread", "-fno-omit-frame-pointer", "-O1")
 CRASH_POINTS = ("-DSHMC_CRASHPOINTS",)
 NO_JOURNAL = ("-DSHMC_NO_JOURNAL",)
 
@@ -24,7 +25,13 @@ PROGRAMS = {
         *("unit_policy", "unit_sharing", "unit_damage"),
     ),
     "soak": ("world", "digest", "soak"),
+    "threads": ("world", "digest", "threads"),
 }
+
+
+def seen_lock(program: str) -> tuple[str, ...]:
+    """For the thread sanitizer: threads.c has a timed lock that it knows."""
+    return ("-Dpthread_mutex_clocklock=lock_that_is_seen",) if program == "threads" else ()
 
 
 def core_sources() -> list[Path]:

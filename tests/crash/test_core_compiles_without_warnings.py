@@ -15,7 +15,7 @@ import pytest
 def test_no_warning(tmp_path: Path, cc: str, flags: tuple[str, ...]) -> None:
     if not shutil.which(cc):
         pytest.skip(f"{cc} is not installed")
-    programs = {"crash_points"} if flags else {"core_unit", "soak"}
+    programs = {"crash_points"} if flags else {"core_unit", "soak", "threads"}
     tests = {name for program in programs for name in crash_build.PROGRAMS[program]}
     files = crash_build.core_sources() + [crash_build.HERE / f"{name}.c" for name in sorted(tests)]
     crash_build.compile_all(tmp_path, files, crash_build.WARNINGS + flags, cc)

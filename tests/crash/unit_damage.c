@@ -369,11 +369,47 @@ static void verify_sees_what_is_off_by_one(void)
     free(image);
 }
 
+/* The hand that looks for outdated chunks never meets what a damaged counter promises. */
+static void a_wrong_count_of_outdated_chunks_stops_nobody(void)
+{
+    struct obj x = {0};
+    world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
+    struct header *h = W.h->core.hdr;
+    for (uint64_t k = 1; k <= 16; k++) store(W.one, 4, k, 0);
+    h->stale = 3;
+    uint64_t before = h->acquisitions;
+    same(try_alloc(&x, W.one, 4, 17, 0, 0), SHMC_OK);
+    must(h->acquisitions - before < 20);                 /* it was one for each of thousands of vain looks */
+    must(sound("wrong on purpose") > 0);
+    h->stale = 0;
+    drop(&x);
+    world_close();
+}
+
+/* A search for a run came back to it thousands of times, since draining never freed it. */
+static void a_chunk_that_seems_to_drain_but_is_on_no_list_poisons(void)
+{
+    struct obj x = {0};
+    world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
+    for (uint64_t k = 1; k <= 16; k++) store(W.one, 4, k, 0);
+    struct core *c = &W.h->core;
+    for (uint32_t i = 0; i < c->n_chunks; i++)
+        if (c->chunks[i].flags) c->chunks[i].flags = C_DRAIN;
+    uint64_t before = c->hdr->acquisitions;
+    same(try_alloc(&x, W.one, 20, 17, 0, 0), SHMC_E_POISONED);
+    must(c->hdr->acquisitions - before < 20);
+    shmc_owner_free(x.o);
+    shmc_free(W.h);
+    world_drop();
+}
+
 const struct unit UNIT_DAMAGE[] = {
     {"every byte of the header may be flipped: refused, poisoned or harmless", every_byte_of_the_header},
     {"short, foreign and unfinished files are told apart", short_and_foreign_files},
     {"random damage of the tables: violations or poisoned, never a crash or a hang", random_damage},
     {"a journal of the dead is undone in a copy, a damaged one is reported", a_journal_of_the_dead_is_undone_in_a_copy},
     {"verify sees every counter and link that is off by one", verify_sees_what_is_off_by_one},
+    {"a wrong count of outdated chunks stops nobody", a_wrong_count_of_outdated_chunks_stops_nobody},
+    {"a chunk that seems to drain but is on no list poisons", a_chunk_that_seems_to_drain_but_is_on_no_list_poisons},
     {NULL, NULL},
 };

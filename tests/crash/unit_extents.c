@@ -217,6 +217,31 @@ static void batches_are_all_or_nothing(void)
     world_close();
 }
 
+/* No payload is touched, so a large arena costs its tables only. */
+static void offsets_and_sizes_go_beyond_4_gib(void)
+{
+    const uint64_t gib = 1ull << 30;
+    struct obj x[12];
+    world_of(12 * gib, 2 * gib, 64, SHMC_LRU);
+    same(stats().capacity, 12 * gib);
+    for (uint32_t i = 0; i < 12; i++) {
+        x[i] = alloc(W.one, (uint32_t)(gib / GRAN), i, 0);
+        for (uint32_t j = 0; j < i; j++) must(x[i].p.offset + gib <= x[j].p.offset || x[j].p.offset + gib <= x[i].p.offset);
+        must(x[i].p.offset + gib <= 12 * gib && x[i].p.size == gib);
+        must(try_put(&x[i], W.one, i + 1, 0) == 1);
+    }
+    same(stats().used, 12 * gib);
+    for (uint32_t i = 0; i < 12; i++) {
+        struct obj again = get(W.one, i + 1, 0);
+        same(again.p.offset, x[i].p.offset);
+        drop(&again);
+        drop(&x[i]);
+        must(del(W.one, i + 1));
+    }
+    same(stats().free, 12 * gib);
+    world_close();
+}
+
 const struct unit UNIT_EXTENTS[] = {
     {"extents behave as a naive model of granules", against_the_model},
     {"fixed sizes are not stranded: fill with 700 KiB, free one, 700 KiB again fits", fixed_sizes_are_not_stranded},
@@ -227,5 +252,6 @@ const struct unit UNIT_EXTENTS[] = {
     {"a double free is refused", a_double_free_is_refused},
     {"a full descriptor table is pressure, not an error", a_full_descriptor_table_is_pressure},
     {"batches are all or nothing", batches_are_all_or_nothing},
+    {"offsets and sizes go beyond 4 GiB", offsets_and_sizes_go_beyond_4_gib},
     {NULL, NULL},
 };
