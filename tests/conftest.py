@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 SHM = Path("/dev/shm")
+_LONGEST = 110  # seconds of a forked child; below the timeout of a test
 
 
 def shm_objects() -> set[str]:
@@ -129,11 +130,16 @@ class Child:
 
 @pytest.fixture
 def fork() -> Iterator[Callable[[Callable[[Child], object]], Child]]:
-    """fork(fn) -> Child. Children still there at the end are killed by pid."""
+    """fork(fn) -> Child. Children still there at the end are killed by pid; those of a killed test, by SIGALRM."""
     children: list[Child] = []
 
     def start(fn: Callable[[Child], object]) -> Child:
-        child = Child(fn)
+        def guarded(child: Child) -> None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_LONGEST)
+            fn(child)
+
+        child = Child(guarded)
         children.append(child)
         return child
 

@@ -238,6 +238,7 @@ def test_nodes_that_do_not_exist_are_refused_and_those_that_do_are_used(name):
 
 def test_one_arena_for_all_ranks_is_charged_once(name, fork):
     """B95, B41: with four processes that each ask for it, /dev/shm holds it and its tables, once."""
+
     def rank(child):
         with shmcache.open(name, capacity=8 * MIB, prefault="wait", hugepages=False) as mine:
             child.tell()

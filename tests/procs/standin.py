@@ -31,11 +31,11 @@ class StandIn:
         self._env = monkeypatch
         self._log = folder / "log"
         self._gate = folder / "gate"
-        self.library = folder / "fake_cudart.so"
+        self.path = folder / "fake_cudart.so"
         compiler = os.environ.get("CC", "cc").split()
-        options = ["-shared", "-fPIC", "-O1", "-pthread", "-o", str(self.library), str(SOURCE)]
+        options = ["-shared", "-fPIC", "-O1", "-pthread", "-o", str(self.path), str(SOURCE)]
         subprocess.run([*compiler, *options], check=True, timeout=60)
-        self._env.setenv("SHMCACHE_CUDART", str(self.library))
+        self._env.setenv("SHMCACHE_CUDART", str(self.path))
         self._env.setenv("FAKE_CUDART_LOG", str(self._log))
 
     def fail(self, at: int, code: int) -> None:
