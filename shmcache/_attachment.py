@@ -253,7 +253,12 @@ class Attachment:
                 f"{what}: cache {name!r} is closed in this process", hint="open it again", code=rc
             )
         if rc == lib.SHMC_E_INVAL:
-            return ValueError(f"{what}: an argument is out of range for segment {name!r}")
+            # arguments are checked before: so the tables do not know what this handle found in them
+            return errors.SegmentCorruptError(
+                f"{what}: segment {name!r} has lost a namespace or a part that it had: it is damaged",
+                hint='close it everywhere, then open it with on_incompatible="replace", or shmcache.unlink it',
+                code=rc,
+            )
         if rc == lib.SHMC_E_LOCK_TIMEOUT:
             message, hint = self._lock_timeout(what)
         elif rc == lib.SHMC_E_POISONED:

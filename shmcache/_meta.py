@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ._core import BYTES, META_MAX, ffi
 from ._dtypes import TABLE, UINT8, DType, dtype_of
 from ._formats import format_code
+from .errors import SegmentCorruptError
 
 VERSION = 1
 VERSION_WITH_CHECKSUM = 2
@@ -168,7 +169,12 @@ def words_at(layout: Layout) -> int:
 
 
 def layout_from(blob: bytes, size: int) -> Layout:
-    """The layout that `blob` describes, of at most `size` bytes. Of a newer or damaged one: `size` plain bytes."""
+    """The layout that `blob` describes, of at most `size` bytes. Of a newer or damaged one: `size` plain bytes.
+
+    SegmentCorruptError for a size that no object has.
+    """
+    if size <= 0:
+        raise SegmentCorruptError(f"a block of {size} bytes was found: the segment is damaged")
     layout = _read.get(blob)
     if layout is None:
         blob = split(blob)[0]  # objects that look alike share a layout, whatever their bytes
