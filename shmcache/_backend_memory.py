@@ -269,7 +269,7 @@ class BackendMemory:
         None, logged, when there is no memory for the copy, or it is not known what its bytes are.
         """
         ours = isinstance(obj, TensorMemoryObj) and obj._namespace.cache is space.cache
-        if ours and not obj.published and not hasattr(obj, "_narrowed"):
+        if ours and not obj.published and not obj.is_narrowed:
             if obj._namespace is not space:
                 space.adopt(obj)
             return cast(TensorMemoryObj, obj)
@@ -294,7 +294,7 @@ def _contents(obj: Any) -> tuple[torch.Tensor, Any, Any, Any]:
     """Bytes, shape, dtype and format of any memory object, ours or LMCache's. StaleHandleError when it has none."""
     import torch
 
-    source = obj.raw_data if hasattr(obj, "_narrowed") else obj.raw_tensor
+    source = obj.raw_data if isinstance(obj, TensorMemoryObj) and obj.is_narrowed else obj.raw_tensor
     if source is None:
         if obj.get_dtype() is not None or not len(obj.byte_array):
             raise errors.StaleHandleError(f"put: {obj!r} has no bytes (any more)")

@@ -56,12 +56,11 @@ class TensorMemoryObj(MemoryObj, _Optional):
     pins by key and unpins through the object.
     """
 
-    __slots__ = ("_key", "_l1_manager", "_meta", "_narrowed")
+    __slots__ = ("_key", "_l1_manager", "_meta")
 
     metadata_class: ClassVar[Any] = MemoryObjMetadata  # LMCache's own where LMCache reads it
     format_class: ClassVar[Any] = MemoryFormat
 
-    _narrowed: torch.Tensor  # what a caller left of `raw_data`; a put stores a copy of it
     _key: Key  # under which it was put or found; absent before
     _meta: Any
 
@@ -140,11 +139,17 @@ class TensorMemoryObj(MemoryObj, _Optional):
     @property
     def raw_data(self) -> torch.Tensor | None:
         """The same as `raw_tensor`; or its beginning, once it was set to that, as for a chunk that was not full."""
-        return getattr(self, "_narrowed", None) if hasattr(self, "_narrowed") else self.raw_tensor
+        more = self._more
+        return self.raw_tensor if more is None or more.narrowed is None else more.narrowed
 
     @raw_data.setter
     def raw_data(self, beginning: torch.Tensor) -> None:
-        self._narrowed = beginning
+        self._extra().narrowed = beginning
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether `raw_data` was cut short; then a put stores a copy of what is left."""
+        return self._more is not None and self._more.narrowed is not None
 
     def invalidate(self) -> None:
         """Give back all that this object holds."""

@@ -112,7 +112,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         if pool is None:
             raise TypeError(f"memory_allocator is {memory_allocator!r}: it is one of shmcache's, not private and paged")
         self._pool = pool
-        self.memory_allocator.keeps_positions = self.layerwise and self.enable_blending
+        self._keeps_positions = self.memory_allocator.keeps_positions = self.layerwise and self.enable_blending
         one_copy = _sizing.one_copy(config, metadata)
         self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
         digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
@@ -203,23 +203,25 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
         space = route.space
         ours = isinstance(memory_obj, TensorMemoryObj) and memory_obj._namespace is space and not memory_obj.published
-        ours = ours and not hasattr(memory_obj, "_narrowed")
+        ours = ours and not memory_obj.is_narrowed
         if not ours and space.contains(key.chunk_hash, part=part):
             return
         obj = memory_obj if ours else self._adopted(memory_obj, space)
         if obj is None:
             return
         try:
-            if self.memory_allocator.keeps_positions:
+            if self._keeps_positions:
                 obj.store_positions()
             stored = space.put(key.chunk_hash, obj, part=part)
             obj._key = key.chunk_hash
         finally:
             if obj is not memory_obj:
                 obj.release()
-        if stored:
+        if not stored:
+            return
+        if self.lmcache_metrics:
             self.lifespans.met((key.chunk_hash,))
-        if stored and on_complete_callback is not None:
+        if on_complete_callback is not None:
             self._call_back(on_complete_callback, key)
 
     @staticmethod
@@ -252,11 +254,11 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             and obj._namespace is space
             and obj._holds
             and not obj.published
-            and not hasattr(obj, "_narrowed")
+            and not obj.is_narrowed
             for _, obj in pairs
         ):
             return False
-        if self.memory_allocator.keeps_positions:
+        if self._keeps_positions:
             for _, obj in pairs:
                 obj.store_positions()
         hashes = [key.chunk_hash for key, _ in pairs]

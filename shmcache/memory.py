@@ -51,11 +51,12 @@ def _take_all(holds: list[Hold]) -> list[Hold]:
 
 
 class _More:
-    """What few objects need: pins, and a put that waits for its event."""
+    """What few objects need: pins, a put that waits for its event, and what is left of bytes cut short."""
 
-    __slots__ = ("pending", "pins")
+    __slots__ = ("narrowed", "pending", "pins")
 
     def __init__(self) -> None:
+        self.narrowed: torch.Tensor | None = None
         self.pins: list[Hold] = []
         self.pending: PendingPut | None = None
 

@@ -130,10 +130,13 @@ class ShmMemoryObj(TensorMemoryObj):
             return 0, 0
 
 
+_HAS_STREAMS = torch.version.cuda is not None or torch.version.hip is not None  # of this build of torch
+
+
 def _pending_copies() -> Any:
     """An event behind all that the current stream has been given; None when all is done, or there is no GPU."""
     cuda: Any = torch.cuda
-    if not cuda.is_initialized():
+    if not _HAS_STREAMS or not cuda.is_initialized():
         return None
     event = cuda.Event()
     event.record()

@@ -287,6 +287,7 @@ def test_copies_are_finished_before_a_put_and_before_a_release(
 
     backend = start(cls=plugin.ShmLocalCPUBackend)
     other = start()
+    monkeypatch.setattr(plugin, "_HAS_STREAMS", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     put(backend, key(1))
