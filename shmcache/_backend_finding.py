@@ -183,6 +183,8 @@ class BackendFinding:
     def unpin(self, key: Any) -> bool:
         """Give back one pin of this process on the key; False when it has none. Others' pins stay."""
         route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
+        if route is None:  # not met in this class of keys
+            route = self._placement.find(key)
         return route is not None and route.space.unpin(key.chunk_hash)
 
     def batched_unpin(self, keys: Sequence[Any]) -> int:

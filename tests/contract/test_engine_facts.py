@@ -202,6 +202,16 @@ def test_a_hash_of_numpy_is_an_int(start: Callable[..., Any]) -> None:
     assert backend.contains(key(5)) and backend.contains(key(np.int64(5)))
 
 
+def test_a_pin_is_given_back_by_an_equal_key_of_another_class(start: Callable[..., Any]) -> None:
+    class OtherKey(CacheEngineKey):
+        pass
+
+    backend = start()
+    put(backend, key(1))
+    assert backend.contains(key(1), pin=True)
+    assert backend.unpin(OtherKey("m", 1, 0, 1, DTYPE)) is True and backend.cache.stats().counts.holds == 0
+
+
 # ---- threads and forks -------------------------------------------------------------------------------------------
 
 
