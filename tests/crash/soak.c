@@ -6,6 +6,7 @@
  * reaped and drained: invariants, every key's bytes, invariant 7.
  *
  *   --seconds N  --workers N  --seed S  --policy P
+ *   --kills N  --operations N   at least so many, also where that takes ten times as long
  * The last line has the figures; status 1 when anything was wrong.
  */
 #include <errno.h>
@@ -326,13 +327,15 @@ static void last_look(shmc *h)
 
 int main(int argc, char **argv)
 {
-    uint64_t seconds = 10, workers = 6, policy = SHMC_LRU;
+    uint64_t seconds = 10, workers = 6, policy = SHMC_LRU, least_kills = 0, least_operations = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
         uint64_t v = strtoull(argv[i + 1], NULL, 0);
         if (!strcmp(argv[i], "--seconds")) seconds = v;
         else if (!strcmp(argv[i], "--workers")) workers = v;
         else if (!strcmp(argv[i], "--seed")) seed = v;
         else if (!strcmp(argv[i], "--policy")) policy = v;
+        else if (!strcmp(argv[i], "--kills")) least_kills = v;
+        else if (!strcmp(argv[i], "--operations")) least_operations = v;
         else if (!strcmp(argv[i], "--idle")) { alarm(8 * HANG_S); for (;;) pause(); }
         else { fprintf(stderr, "unknown option %s\n", argv[i]); return 2; }
     }
@@ -351,7 +354,9 @@ int main(int argc, char **argv)
     must(prctl(PR_SET_CHILD_SUBREAPER, 1) == 0);
     uint64_t s = seed, kills = 0, stops = 0, began = os_now_ns(), end_at = began + seconds * SECOND, alive_at = began, seen = 0;
     for (uint32_t i = 0; i < workers; i++) spawn(i, rnd(&s));
-    while (os_now_ns() < end_at && !S->wrong) {
+    for (;;) {
+        bool enough = kills >= least_kills && seen >= least_operations;
+        if (S->wrong || os_now_ns() >= (enough ? end_at : began + 10 * seconds * SECOND)) break;
         alarm(4 * HANG_S);
         usleep((useconds_t)(rnd(&s) % 3000));
         uint32_t i = (uint32_t)(rnd(&s) % workers);

@@ -24,16 +24,16 @@ def soak(exe: Path, **options: int) -> tuple[int, dict[str, int], str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", [0, 3], ids=["lru", "lfu"])
 def test_random_kills_break_nothing(built: Built, policy: int) -> None:
-    status, n, text = soak(built("soak"), seconds=5, seed=11 + policy, policy=policy)
+    status, n, text = soak(built("soak"), seconds=5, kills=20, operations=2_000, seed=11 + policy, policy=policy)
     assert status == 0 and n["violations"] == 0, text[-3000:]
-    assert n["kills"] > 20 and n["operations"] > 2_000  # a busy machine does little
+    assert n["kills"] >= 20 and n["operations"] >= 2_000
 
 
 @pytest.mark.timeout(300)
 def test_random_kills_break_nothing_under_the_sanitizers(built: Built) -> None:
-    status, n, text = soak(built("soak", *crash_build.SANITIZERS), seconds=5, seed=5)
+    status, n, text = soak(built("soak", *crash_build.SANITIZERS), seconds=5, kills=10, seed=5)
     assert status == 0 and n["violations"] == 0, text[-3000:]
-    assert n["kills"] > 10
+    assert n["kills"] >= 10
 
 
 @pytest.mark.timeout(300)
@@ -47,6 +47,6 @@ def test_without_the_journal_random_kills_corrupt(built: Built) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("policy", range(4), ids=["lru", "fifo", "mru", "lfu"])
 def test_minutes_of_random_kills_break_nothing(built: Built, policy: int) -> None:
-    status, n, text = soak(built("soak"), seconds=180, seed=100 + policy, policy=policy, workers=8)
+    status, n, text = soak(built("soak"), seconds=180, kills=2_000, seed=100 + policy, policy=policy, workers=8)
     assert status == 0 and n["violations"] == 0, text[-3000:]
-    assert n["kills"] > 2_000
+    assert n["kills"] >= 2_000

@@ -12,6 +12,7 @@ import random
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from linear_model import (
@@ -52,6 +53,10 @@ class Notes:
     @property
     def full(self) -> bool:
         return self._n + 16 > self._room
+
+    def has(self, n: int) -> bool:
+        """Whether there are so many, as the test sees it."""
+        return bool(self.CALL.unpack_from(self._map, (n - 1) * self.SIZE)[-1])
 
     def begin(self, kind: int, key: int, part: int, tag: int = 0) -> int:
         at = self._n * self.SIZE
@@ -135,10 +140,10 @@ class Worker:
         self.pins: Counter[int] = Counter()
         self.remembered: dict[tuple[int, int], int] = {}
 
-    def run(self, until: float) -> None:
+    def run(self, enough: Callable[[], bool]) -> None:
         moves = [self.put] * 5 + [self.get] * 5 + [self.reserve] * 4 + [self.lookup] * 3 + [self.remove] * 3
         moves += [self.contains] * 2 + [self.put_many, self.get_many, self.pin, self.reap, self.clear, self.linger]
-        while time.monotonic() < until and not self.notes.full:
+        while not enough() and not self.notes.full:
             move, key, part = self.dice.choice(moves), self.dice.randrange(self.keys), self.dice.randrange(PARTS)
             move(key, part, self.dice.random())
         self.leave()

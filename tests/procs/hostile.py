@@ -53,6 +53,17 @@ def eventually(condition: Callable[[], object], what: str, timeout: float = 10.0
         time.sleep(0.001)
 
 
+class Patience:
+    """`while patience.lasts(enough)` lasts `seconds`, and where little happens in that time, until it is enough."""
+
+    def __init__(self, seconds: float, longest: float = 60.0) -> None:
+        self._begin = time.monotonic()
+        self._seconds, self._longest = seconds, longest
+
+    def lasts(self, enough: bool) -> bool:
+        return time.monotonic() - self._begin < (self._seconds if enough else self._longest)
+
+
 class Stopwatch:
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -13,6 +13,7 @@ from hostile import (
     KIB,
     MIB,
     PROMPT,
+    Patience,
     assert_only_published,
     files_of,
     instance,
@@ -171,9 +172,9 @@ def test_a_storm_of_opens_and_unlinks(name, fork):
 
     def work(child: Any, i: int) -> None:
         dice = random.Random(seed + i)
-        deadline = time.monotonic() + 2.5
         opened = removed = 0
-        while time.monotonic() < deadline:
+        patience = Patience(2.5)
+        while patience.lasts(opened + removed > 0):
             if i < 5:
                 with small(name, region_bytes=1 * MIB) as cache:
                     key = dice.randrange(20)
@@ -218,8 +219,7 @@ def test_a_storm_of_opens_by_processes_that_are_killed(name, fork):
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    deadline = time.monotonic() + 3
-    rounds = 0
+    done = 0
 
     def work(child: Any, i: int) -> None:
         while True:
@@ -229,7 +229,8 @@ def test_a_storm_of_opens_by_processes_that_are_killed(name, fork):
                 with contextlib.suppress(SegmentNotFoundError, SegmentBusyError):
                     shmcache.unlink(name)
 
-    while time.monotonic() < deadline:
+    patience = Patience(3.0)
+    while patience.lasts(done > 3):
         children = run_together(fork, 4, work)
         time.sleep(dice.random() * 0.05)
         for child in children:
@@ -249,18 +250,18 @@ def test_a_storm_of_opens_by_processes_that_are_killed(name, fork):
                         uniform(obj, key + 1)
             assert cache.stats().counts.attachments == 1
             assert_only_published(cache)
-        rounds += 1
+        done += 1
     shmcache.unlink(name)
-    assert rounds > 3
+    assert done > 3
 
 
 def test_ephemeral_segments_in_a_storm_of_comings_and_goings(name, fork):
     """The last to leave removes it, while others may be arriving: they get that one or a new one, whole."""
 
     def work(child: Any, i: int) -> None:
-        deadline = time.monotonic() + 1.5
         n = 0
-        while time.monotonic() < deadline:
+        patience = Patience(1.5)
+        while patience.lasts(n > 5):
             with small(name, lifetime="ephemeral", region_bytes=1 * MIB) as cache:
                 store(cache, n, 1 + n % 200, 64 * KIB)
                 assert cache.stats().counts.attachments >= 1
