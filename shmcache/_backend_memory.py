@@ -86,8 +86,14 @@ class BackendMemory:
         if metadata is not None:
             here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
         cache = _connect(self._segment_name(config), capacity, exact, options, here)
-        if page and int(cache._attached().mapping.geometry.align) != align:
+        try:
+            return self._allocator_on(cache, align, page, metadata)
+        except BaseException:
             cache.close()
+            raise
+
+    def _allocator_on(self, cache: SharedCache, align: int, page: int, metadata: Any) -> MixedMemoryAllocator:
+        if page and int(cache._attached().mapping.geometry.align) != align:
             raise errors.ConfigurationError(
                 f"segment {cache.name!r} was made without pages of {page} bytes, which enable_p2p needs",
                 hint="use another segment, or unlink this one when nobody uses it",

@@ -107,10 +107,23 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         self.enable_blending = bool(config.enable_blending)
         self._layouts = {}
         self._wait = float(config.blocking_timeout_secs)
-        self.memory_allocator = memory_allocator or self.initialize_allocator(config, metadata)
-        pool = getattr(self.memory_allocator, "pool", None)
+        self.batched_msg_sender: SegmentMessages | None = None
+        self.memory_allocator = memory_allocator
+        if memory_allocator is None:
+            self.memory_allocator = self.initialize_allocator(config, metadata)
+        try:
+            self._set_up(config, metadata, lmcache_worker)
+        except BaseException:  # nobody will be given what could be closed
+            if memory_allocator is None:
+                self.close()
+            raise
+
+    def _set_up(self, config: Any, metadata: Any, lmcache_worker: Any) -> None:
+        """What lies on the allocator."""
+        given = self.memory_allocator
+        pool = getattr(given, "pool", None)
         if pool is None:
-            raise TypeError(f"memory_allocator is {memory_allocator!r}: it is one of shmcache's, not private and paged")
+            raise TypeError(f"memory_allocator is {given!r}: it is one of shmcache's, not private and paged")
         self._pool = pool
         self._keeps_positions = self.memory_allocator.keeps_positions = self.layerwise and self.enable_blending
         one_copy = _sizing.one_copy(config, metadata)
@@ -127,7 +140,6 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         self.lifespans = Lifespans()
         self.hot_cache = HotCache(self)
         self.cache_policy = SegmentPolicy(config.cache_policy, self._pool.cache, self._placement.keys_of)
-        self.batched_msg_sender: SegmentMessages | None = None
         if lmcache_worker is not None and metadata is not None:
             self.batched_msg_sender = SegmentMessages(
                 metadata, config, str(self), lmcache_worker, self.cache, self._placement.is_mine, self._whole_chunks,
@@ -213,7 +225,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             if self._keeps_positions:
                 obj.store_positions()
             stored = space.put(key.chunk_hash, obj, part=part)
-            obj._key = key.chunk_hash
+            if stored:
+                obj._key = key.chunk_hash
         finally:
             if obj is not memory_obj:
                 obj.release()
@@ -265,9 +278,10 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         stored = space.put_many(hashes, [obj for _, obj in pairs], part=part)
         self.lifespans.met(hashes)
         for (key, obj), is_stored in zip(pairs, stored, strict=True):
-            obj._key = key.chunk_hash
-            if is_stored and callback is not None:
-                self._call_back(callback, key)
+            if is_stored:
+                obj._key = key.chunk_hash
+                if callback is not None:
+                    self._call_back(callback, key)
         return True
 
     def reserve(self, key: Any, shapes: Any, dtypes: Any, fmt: Any = None) -> Reservation:
@@ -348,6 +362,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
 
     def close(self) -> None:
         """Send what is to be sent, and leave the segment, which stays. Doing it again does nothing."""
-        if self.batched_msg_sender is not None:
-            self.batched_msg_sender.close()
-        self.memory_allocator.close()
+        try:
+            if self.batched_msg_sender is not None:
+                self.batched_msg_sender.close()
+        finally:
+            self.memory_allocator.close()
