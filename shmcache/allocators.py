@@ -32,6 +32,7 @@ from ._pools import (
     PagedTensorMemoryAllocator,
     PooledAllocator,
     TensorMemoryAllocator,
+    by_either_name,
 )
 from .memory import MemoryObj
 
@@ -104,6 +105,7 @@ class _Wrapped(MemoryAllocatorInterface):
         self.size = memory.nbytes
         self.cache = self.allocator.cache
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> Any:
@@ -265,6 +267,7 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         """The pool as a flat uint8 tensor."""
         return self.cache._attached().base_tensor(UINT8.code)
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> Any:
@@ -353,6 +356,7 @@ class PagedCpuGpuMemoryAllocator(MemoryAllocatorInterface):
             raise ValueError(f"there is no pool {allocator_type or ''!r}: call init_cpu_memory_allocator first")
         return pool
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> Any:

@@ -31,6 +31,7 @@ from .reservation import Reservation
 __all__ = ["SharedCPUBackend"]
 
 _log = logging.getLogger("shmcache")
+_WAIT, _LEASE = 10, 300  # seconds, where the config has none
 _LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
@@ -106,7 +107,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         self.layerwise = bool(config.use_layerwise)
         self.enable_blending = bool(config.enable_blending)
         self._layouts = {}
-        self._wait = float(config.blocking_timeout_secs)
+        self._wait = float(getattr(config, "blocking_timeout_secs", _WAIT))  # not all of LMCache's versions have it
         self.batched_msg_sender: SegmentMessages | None = None
         self.memory_allocator = memory_allocator
         if memory_allocator is None:
@@ -129,13 +130,12 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         one_copy = _sizing.one_copy(config, metadata)
         self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
         digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
-        self._placement = Placement(
-            self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None, ranks, digest
-        )
+        lease = float(getattr(config, "pin_timeout_sec", _LEASE)) or None
+        self._placement = Placement(self._pool, metadata, self._num_layers(), one_copy, lease, ranks, digest)
         self._routes = self._placement.routes
         own = self._placement.own()
         self._space = own.space if own else self._pool.namespace("lmcache", 1)
-        self._agree = bool(config.get_extra_config_value("shmcache.rank_agreement", self._agree_by_default()))
+        self._agree = bool(_sizing.extra_value(config, "shmcache.rank_agreement", self._agree_by_default()))
         self._requests = RequestKeys()
         self.lifespans = Lifespans()
         self.hot_cache = HotCache(self)
@@ -155,12 +155,12 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         return self.metadata is None or bool(self.metadata.worker_id == self._ranks[0])
 
     def _num_layers(self) -> int:
-        explicit = self.config.get_extra_config_value("shmcache.num_layers", None)
+        explicit = _sizing.extra_value(self.config, "shmcache.num_layers", None)
         if explicit is not None:
             return int(explicit)
         if not self.layerwise or self.metadata is None:
             return 0
-        return sum(int(shape[1]) for shape in self.metadata.get_shapes())
+        return sum(int(shape[1]) for shape in _sizing.shapes_of(self.config, self.metadata)[0])
 
     def __str__(self) -> str:
         return type(self).__name__
