@@ -10,7 +10,7 @@
 #include "core/extents.h"
 #include "core/namespaces.h"
 
-enum { MANY_VICTIMS = 64, LARGE_FACTOR = 4, SCAN_STEP = 128, MAX_RESCANS = 4, LEASE_STEP = 256 };
+enum { MANY_VICTIMS = 64, LARGE_FACTOR = 4, SCAN_STEP = 128, MAX_RESCANS = 4, LEASE_STEP = 256, MAX_RETRIES = 8 };
 
 /* Nothing reads or writes a futex word but its waiters and wakers, so these are atomics, not logged. */
 void ticket_take(struct core *c, int which, uint32_t *ticket)
@@ -220,8 +220,15 @@ int shmc_alloc(shmc *h, uint32_t ns, uint64_t size, const uint8_t *meta, uint32_
     int rc = begin(h, TX_ALLOC);
     if (rc) return rc;
     if (!namespace_ok(c, ns)) return finish(h, SHMC_E_INVAL);
-    struct room room = {0};
-    uint64_t spins = 0;
+    uint64_t spins = 0, freed;
+    uint32_t tries = 0;
+    struct room room;
+batch:                                                           /* <= 1 + 8 times */
+    /* What was evicted after a part of the batch had its place may lie on both sides of it, too small on either
+     * (16 of 1 MiB in an arena of 16 MiB, whose first 16 KiB were a chunk): then all start again in that room. */
+    freed = c->hdr->freed;
+    done = 0;
+    room = (struct room){0};
     bool planned = n == 1;
     while (done < n) {
         struct ref r;
@@ -248,12 +255,14 @@ int shmc_alloc(shmc *h, uint32_t ns, uint64_t size, const uint8_t *meta, uint32_
         if (rc != 1) break;
     }
     if (done == n) return finish(h, SHMC_OK);
+    bool again = rc == SHMC_FULL && done && c->hdr->freed != freed && ++tries <= MAX_RETRIES;
     for (uint32_t i = done; i-- > 0;)
         while (owner_release_locked(h, owners[i]) == SHMC_MORE) {
             c->items = BATCH_ITEMS;
             int lost = breathe(h, TX_ALLOC);
             if (lost) return give_up(h, lost);
         }
+    if (again) goto batch;
     if (ticket) ticket_take(c, 0, ticket);
     return finish(h, rc);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from ._keys import pack
 from ._objects import TensorMemoryObj
 from ._placement import Placement, Route
 from ._requests import Found, RequestKeys
+from .errors import ShmCacheError
 from .metrics import Lifespans
 
 _SAME = tuple(map(operator.attrgetter, ("worker_id", "model_name", "world_size", "dtype", "tags")))
@@ -93,11 +95,17 @@ class BackendFinding:
             touch = (route.space, packed if n == packed.n else packed[:n])
         else:
             n = 0
-            for key in keys:  # of several ranks, layers or models
-                route, part = self._find(key)
-                if route is None or not route.space.leading([key.chunk_hash], part=self._which(part), pin=pin):
-                    break
-                n += 1
+            try:
+                for key in keys:  # of several ranks, layers or models
+                    route, part = self._find(key)
+                    if route is None or not route.space.leading([key.chunk_hash], part=self._which(part), pin=pin):
+                        break
+                    n += 1
+            except BaseException:
+                if pin:  # the caller is told of none
+                    with contextlib.suppress(ShmCacheError):
+                        self.batched_unpin(keys[:n])
+                raise
         if pin and n:
             self._requests.add(Found(keys[:n], touch), lookup_id)
         return n
@@ -208,7 +216,7 @@ class BackendFinding:
 
     def batched_remove(self, keys: Sequence[Any], force: bool = True) -> int:
         """`remove` of each; how many were there. (Layers of one chunk go together.)"""
-        there = sum(map(self._has, keys))
+        there = sum(map(self._has, dict.fromkeys(keys)))
         for key in keys:
             self.remove(key, force)
         return there

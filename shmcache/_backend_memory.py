@@ -86,8 +86,16 @@ class BackendMemory:
         if metadata is not None:
             here |= {"rank": metadata.worker_id, "label": metadata.model_name[-31:]}
         cache = _connect(self._segment_name(config), capacity, exact, options, here)
-        if page and int(cache._attached().mapping.geometry.align) != align:
+        try:
+            return self._allocator_on(cache, align, page, config, metadata)
+        except BaseException:
             cache.close()
+            raise
+
+    def _allocator_on(
+        self, cache: SharedCache, align: int, page: int, config: Any, metadata: Any
+    ) -> MixedMemoryAllocator:
+        if page and int(cache._attached().mapping.geometry.align) != align:
             raise errors.ConfigurationError(
                 f"segment {cache.name!r} was made without pages of {page} bytes, which enable_p2p needs",
                 hint="use another segment, or unlink this one when nobody uses it",
@@ -96,7 +104,7 @@ class BackendMemory:
         if page:
             allocator.page_bytes = page
             pages = allocator.buffer[: cache.capacity // page * page]
-            allocator.cpu_allocator = SegmentPages(metadata.get_shapes(), metadata.get_dtypes(), page, pages)
+            allocator.cpu_allocator = SegmentPages(*_sizing.shapes_of(config, metadata), page, pages)
         return allocator
 
     @staticmethod
@@ -125,7 +133,7 @@ class BackendMemory:
             return 0, 0
         if metadata is None:
             raise errors.ConfigurationError("enable_p2p needs metadata: pages have the size of a full chunk")
-        size = layout_of(*as_given(metadata.get_shapes(), metadata.get_dtypes()), None).nbytes
+        size = layout_of(*as_given(*_sizing.shapes_of(config, metadata)), None).nbytes
         granule = max(align or 1, min(size & -size, _ALIGN), 64)
         return _sizing.extent_bytes(size, granule), granule
 
@@ -245,7 +253,7 @@ class BackendMemory:
         """Bytes of one rank's object of a full chunk; layerwise, of one layer. ConfigurationError without metadata."""
         if self.metadata is None:
             raise errors.ConfigurationError("the size of a chunk is not known without metadata")
-        shapes, dtypes = self.metadata.get_shapes(), self.metadata.get_dtypes()
+        shapes, dtypes = _sizing.shapes_of(self.config, self.metadata)
         total = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
         return int(total) // sum(shape[1] for shape in shapes) if self.layerwise else int(total)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from typing import Any
 
 from . import _shmfs
 from ._core import lib
@@ -23,17 +24,22 @@ class Election:
     def __init__(self, mapping: Mapping, topic: str) -> None:
         self._pid = os.getpid()
         self._byte = _FIRST_BYTE + zlib.crc32(topic.encode())
-        fd = _shmfs.open_shm(control_name(mapping.name))
-        self._cell = _own(fd)
-        if _inode(os.fstat(fd)) != mapping.inode:
-            lib.shmc_fd_close(self._cell)  # removed, or replaced: nobody else can come to this segment
+        self._cell: Any = None  # removed, or replaced: nobody else can come to this segment
+        try:
+            fd = _shmfs.open_shm(control_name(mapping.name))
+        except FileNotFoundError:
+            return
+        cell = _own(fd)
+        if _inode(os.fstat(fd)) == mapping.inode:
+            self._cell = cell
 
     def won(self) -> bool:
         """Whether this process is the one, from now until `close` or its end."""
         if os.getpid() != self._pid:
             return False  # the parent's
-        return self._cell.fd < 0 or _shmfs.try_lock(self._cell.fd, self._byte, exclusive=True)
+        return self._cell is None or _shmfs.try_lock(self._cell.fd, self._byte, exclusive=True)
 
     def close(self) -> None:
         """Let others have it."""
-        lib.shmc_fd_close(self._cell)
+        if self._cell is not None:
+            lib.shmc_fd_close(self._cell)

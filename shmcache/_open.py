@@ -50,7 +50,7 @@ def open(
     align
         granule and alignment of objects, a power of two from 64 to 2 MiB; by default 4096.
     policy
-        "lru" (default), "fifo", "mru" or "lfu".
+        "lru" (default), "fifo", "mru" or "lfu", in any case.
     max_chunks
         size of the tables; by default one chunk per 64 KiB, at least 4,096.
     max_attachments
@@ -107,6 +107,17 @@ def open(
 def attach(
     name: str,
     *,
+    capacity: int | str | Auto = AUTO,
+    region_bytes: int | str | Auto = AUTO,
+    align: int | str | Auto = AUTO,
+    policy: str | Auto = AUTO,
+    max_chunks: int | Auto = AUTO,
+    max_attachments: int | Auto = AUTO,
+    lifetime: str | Auto = AUTO,
+    mode: int | Auto = AUTO,
+    numa: NumaArgument | Auto = AUTO,
+    hugepages: bool | Auto = AUTO,
+    checksum: str | Auto = AUTO,
     pin: bool | Auto = AUTO,
     prefault: str | Auto = AUTO,
     timeout: float = 10.0,
@@ -114,11 +125,15 @@ def attach(
     label: str | None = None,
     rank: int | None = None,
 ) -> SharedCache:
-    """Attach to a segment that exists, as it is; SegmentNotFoundError when absent. See `open`."""
-    return SharedCache(
-        Request(name, pin=pin, prefault=prefault), how="attach", timeout=timeout, lock_timeout=lock_timeout,
-        label=label, rank=rank,
+    """Attach to a segment that exists, as it is; SegmentNotFoundError when absent. See `open`.
+
+    What is given of the segment's own parameters is only compared: SegmentMismatchError when it disagrees.
+    """
+    request = Request(
+        name, capacity, region_bytes, align, policy, max_chunks, max_attachments, lifetime, mode, numa, hugepages,
+        checksum, pin, prefault,
     )  # fmt: skip
+    return SharedCache(request, how="attach", timeout=timeout, lock_timeout=lock_timeout, label=label, rank=rank)
 
 
 def create(

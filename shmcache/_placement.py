@@ -183,7 +183,8 @@ class Placement:
             name = _name_of(facts)
             route = self.routes[who] = self._by_name.get(name) or self._open(name, facts)
             self._absent.pop(who, None)
-            self.make[hasattr(key, "layer_id")] = type(key)
+            if hasattr(key, "from_string"):  # as ours and LMCache's have: made of the same arguments
+                self.make[hasattr(key, "layer_id")] = type(key)
         return route
 
     def _open(self, name: str, facts: dict[str, Any]) -> Route:

@@ -10,8 +10,9 @@ BufferAllocator            plain bytes beside any pool
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from . import errors
 from ._core import log
@@ -36,6 +37,22 @@ _SCRATCH = "scratch"  # namespace of objects whose key is not known yet
 _PAGE_UNIT = 64  # the C allocator counts a page as so many bytes
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def by_either_name(allocate: F) -> F:
+    """Also `shape=` and `dtype=`, as LMCache's published document calls them."""
+
+    @functools.wraps(allocate)
+    def either(self: Any, *args: Any, **names: Any) -> Any:
+        for older, name in (("shape", "shapes"), ("dtype", "dtypes")):
+            if older in names:
+                names[name] = names.pop(older)
+        return allocate(self, *args, **names)
+
+    return cast(F, either)
+
+
 class MemoryAllocatorInterface(abc.ABC):
     """What every allocator offers; the names are LMCache's, of all its versions."""
 
@@ -50,12 +67,19 @@ class MemoryAllocatorInterface(abc.ABC):
     ) -> Obj | None:  # fmt: skip
         """Memory for one object of a shape (or of several), or None when there is none."""
 
-    @abc.abstractmethod
     def batched_allocate(
         self, shapes: Shapes, dtypes: DTypes | None, batch_size: int, fmt: MemoryFormat = MemoryFormat.UNDEFINED,
         allocator_type: str | None = None,
     ) -> list[Any] | None:  # fmt: skip
         """`batch_size` objects alike: all, or None."""
+        objs: list[Any] = []
+        while len(objs) < batch_size:
+            obj = self.allocate(shapes, dtypes, fmt)
+            if obj is None:
+                self.batched_free(objs)
+                return None
+            objs.append(obj)
+        return objs
 
     @abc.abstractmethod
     def free(self, memory_obj: Any, allocator_type: str | None = None) -> None:
@@ -66,7 +90,7 @@ class MemoryAllocatorInterface(abc.ABC):
     ) -> None:
         """`free` of each."""
         for obj in memory_objs:
-            self.free(obj, allocator_type)
+            self.free(obj)
 
     def get_ref_count(self, memory_obj: Any) -> int:
         """References of all processes on the object's memory."""
@@ -97,6 +121,7 @@ class BufferAllocator(MemoryAllocatorInterface):
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any = None, fmt: MemoryFormat = MemoryFormat.BINARY_BUFFER,
         allocator_type: str | None = None,
@@ -164,6 +189,7 @@ class PooledAllocator(MemoryAllocatorInterface):
             raise ValueError("a tensor needs a dtype")
         return as_given(shapes, dtypes)
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: MemoryFormat = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> TensorMemoryObj | None:
@@ -286,6 +312,7 @@ class PagedTensorMemoryAllocator(PooledAllocator):
         self.buffer_ptr = self.buffer.data_ptr()
         self.buffer_size = self.buffer.nbytes
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: MemoryFormat | None = None, allocator_type: str | None = None
     ) -> TensorMemoryObj | None:

@@ -68,6 +68,8 @@ class Request:
             value = getattr(self, field)
             if value is not AUTO and not (type(value) is int and 1 <= value <= most):
                 raise ValueError(f"{field} is {value!r}: it is an int from 1 to {most}")
+        if isinstance(self.policy, str):
+            put("policy", self.policy.lower())  # LMCache writes them in capitals
         choices = {"policy": POLICIES, "lifetime": LIFETIMES, "prefault": PREFAULTS, "checksum": CHECKSUMS}
         for field, known in choices.items():
             value = getattr(self, field)

@@ -11,11 +11,14 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from .errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 _GIB = 1 << 30
 _log = logging.getLogger("shmcache")
@@ -121,6 +124,21 @@ def _checked(value: Any, name: str) -> int:
     return found
 
 
+def extra_value(config: Any, key: str, default: Any) -> Any:
+    """A value of `extra_config`, or the default."""
+    return (config.extra_config or {}).get(key, default)
+
+
+def shapes_of(config: Any, metadata: Any) -> tuple[list[torch.Size], list[torch.dtype]]:
+    """Shape and dtype of each group of layers of a full chunk; of `kv_shape`, where the metadata knows no groups."""
+    if hasattr(metadata, "get_shapes"):
+        return list(metadata.get_shapes()), list(metadata.get_dtypes())
+    import torch
+
+    layers, kv, _, heads, head = metadata.kv_shape
+    return [torch.Size((kv, layers, config.chunk_size, heads * head))], [metadata.kv_dtype]
+
+
 def ranks_of_host(config: Any, metadata: Any) -> tuple[int, int]:
     """First worker id of this host, and how many ranks it has.
 
@@ -130,7 +148,7 @@ def ranks_of_host(config: Any, metadata: Any) -> tuple[int, int]:
     """
     world = int(metadata.world_size)
     extra = config.extra_config or {}
-    n = int(extra.get("shmcache.local_ranks") or metadata.local_world_size or world)
+    n = int(extra.get("shmcache.local_ranks") or getattr(metadata, "local_world_size", None) or world)
     n = max(1, min(n, world))
     first = int(extra.get("shmcache.first_rank", metadata.worker_id // n * n))
     if not 0 <= first < world:
@@ -147,11 +165,11 @@ def kv_digest(config: Any, metadata: Any) -> str:
     alone = metadata.world_size == 1
     sizes = {
         (int(shape[0]), int(shape[1]) if alone else 0, int(shape[3]), str(dtype))
-        for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
+        for shape, dtype in zip(*shapes_of(config, metadata), strict=True)
     }
     facts = [
         sorted(sizes), bool(config.use_layerwise), bool(config.enable_blending),
-        str(config.get_extra_config_value("shmcache.revision", "")),
+        str(extra_value(config, "shmcache.revision", "")),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
@@ -160,7 +178,7 @@ def one_copy(config: Any, metadata: Any) -> bool:
     """Whether one rank's copy serves all: MLA, unless `save_only_first_rank` is switched off."""
     if metadata is None or not metadata.use_mla:
         return False
-    return bool(config.get_extra_config_value("save_only_first_rank", True))
+    return bool(extra_value(config, "save_only_first_rank", True))
 
 
 def effective_gib(configured: float, config: Any, metadata: Any) -> float:
@@ -190,13 +208,13 @@ def configured_gib(config: Any, metadata: Any) -> float:
     """What the configuration says: with one copy for all, the host of the first rank may have a size of its own."""
     size = float(config.max_local_cpu_size)
     if one_copy(config, metadata) and _is_first_host(config, metadata):
-        size = float(config.get_extra_config_value("first_rank_max_local_cpu_size", size))
+        size = float(extra_value(config, "first_rank_max_local_cpu_size", size))
     return size
 
 
 def _is_first_host(config: Any, metadata: Any) -> bool:
     first, n = ranks_of_host(config, metadata)
-    return bool(first <= metadata.first_rank < first + n)
+    return bool(first <= getattr(metadata, "first_rank", 0) < first + n)
 
 
 def extent_bytes(nbytes: int, align: int) -> int:

@@ -32,6 +32,7 @@ from ._pools import (
     PagedTensorMemoryAllocator,
     PooledAllocator,
     TensorMemoryAllocator,
+    by_either_name,
 )
 from .memory import MemoryObj
 
@@ -104,6 +105,7 @@ class _Wrapped(MemoryAllocatorInterface):
         self.size = memory.nbytes
         self.cache = self.allocator.cache
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> Any:
@@ -240,11 +242,16 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         self.pin_allocator: PooledAllocator
         if (cache is not None or shm_name) and use_paging:
             raise ValueError("pages in a segment: use PagedCpuGpuMemoryAllocator")
-        if cache is None and shm_name:
-            capacity = size // align_bytes * align_bytes
-            cache = _open.open(shm_name.lstrip("/"), capacity=capacity, align=align_bytes)
         if cache is not None:
             self.pin_allocator = PooledAllocator(cache, self, object_class)
+        elif shm_name:
+            capacity = size // align_bytes * align_bytes
+            cache = _open.open(shm_name.lstrip("/"), capacity=capacity, align=align_bytes)
+            try:
+                self.pin_allocator = PooledAllocator(cache, self, object_class)
+            except BaseException:
+                cache.close()
+                raise
         else:
             node = node_of_mapping(numa_mapping)
             memory = host_memory(size, node=node, hugepages=use_hugepages, pin=True)
@@ -260,6 +267,7 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         """The pool as a flat uint8 tensor."""
         return self.cache._attached().base_tensor(UINT8.code)
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> Any:
@@ -348,6 +356,7 @@ class PagedCpuGpuMemoryAllocator(MemoryAllocatorInterface):
             raise ValueError(f"there is no pool {allocator_type or ''!r}: call init_cpu_memory_allocator first")
         return pool
 
+    @by_either_name
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = MemoryFormat.KV_2LTD, allocator_type: str | None = None
     ) -> Any:
@@ -397,10 +406,14 @@ class LazyMemoryAllocator(PooledAllocator):
             f"lazy-{os.getpid()}-{uuid.uuid4().hex[:8]}", capacity=capacity, align=align_bytes, lifetime="ephemeral",
             prefault="lazy", numa=AUTO if node is None else node,
         )  # fmt: skip
-        super().__init__(cache)
-        while cache.stats().bytes.ready < min(init_size, capacity):
-            if not cache._attachment.committer().ensure_one(whole=True):
-                break  # it was logged why; the rest comes, or fails, when it is needed
+        try:
+            super().__init__(cache)
+            while cache.stats().bytes.ready < min(init_size, capacity):
+                if not cache._attachment.committer().ensure_one(whole=True):
+                    break  # it was logged why; the rest comes, or fails, when it is needed
+        except BaseException:
+            cache.close()
+            raise
 
     def close(self) -> None:
         """Give the memory back."""

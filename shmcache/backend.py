@@ -31,6 +31,7 @@ from .reservation import Reservation
 __all__ = ["SharedCPUBackend"]
 
 _log = logging.getLogger("shmcache")
+_WAIT, _LEASE = 10, 300  # seconds, where the config has none
 _LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
@@ -106,28 +107,39 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         self.layerwise = bool(config.use_layerwise)
         self.enable_blending = bool(config.enable_blending)
         self._layouts = {}
-        self._wait = float(config.blocking_timeout_secs)
-        self.memory_allocator = memory_allocator or self.initialize_allocator(config, metadata)
-        pool = getattr(self.memory_allocator, "pool", None)
+        self._wait = float(getattr(config, "blocking_timeout_secs", _WAIT))  # not all of LMCache's versions have it
+        self.batched_msg_sender: SegmentMessages | None = None
+        self.memory_allocator = memory_allocator
+        if memory_allocator is None:
+            self.memory_allocator = self.initialize_allocator(config, metadata)
+        try:
+            self._set_up(config, metadata, lmcache_worker)
+        except BaseException:  # nobody will be given what could be closed
+            if memory_allocator is None:
+                self.close()
+            raise
+
+    def _set_up(self, config: Any, metadata: Any, lmcache_worker: Any) -> None:
+        """What lies on the allocator."""
+        given = self.memory_allocator
+        pool = getattr(given, "pool", None)
         if pool is None:
-            raise TypeError(f"memory_allocator is {memory_allocator!r}: it is one of shmcache's, not private and paged")
+            raise TypeError(f"memory_allocator is {given!r}: it is one of shmcache's, not private and paged")
         self._pool = pool
         self._keeps_positions = self.memory_allocator.keeps_positions = self.layerwise and self.enable_blending
         one_copy = _sizing.one_copy(config, metadata)
         self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
         digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
-        self._placement = Placement(
-            self._pool, metadata, self._num_layers(), one_copy, float(config.pin_timeout_sec) or None, ranks, digest
-        )
+        lease = float(getattr(config, "pin_timeout_sec", _LEASE)) or None
+        self._placement = Placement(self._pool, metadata, self._num_layers(), one_copy, lease, ranks, digest)
         self._routes = self._placement.routes
         own = self._placement.own()
         self._space = own.space if own else self._pool.namespace("lmcache", 1)
-        self._agree = bool(config.get_extra_config_value("shmcache.rank_agreement", self._agree_by_default()))
+        self._agree = bool(_sizing.extra_value(config, "shmcache.rank_agreement", self._agree_by_default()))
         self._requests = RequestKeys()
         self.lifespans = Lifespans()
         self.hot_cache = HotCache(self)
         self.cache_policy = SegmentPolicy(config.cache_policy, self._pool.cache, self._placement.keys_of)
-        self.batched_msg_sender: SegmentMessages | None = None
         if lmcache_worker is not None and metadata is not None:
             self.batched_msg_sender = SegmentMessages(
                 metadata, config, str(self), lmcache_worker, self.cache, self._placement.is_mine, self._whole_chunks,
@@ -143,12 +155,12 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         return self.metadata is None or bool(self.metadata.worker_id == self._ranks[0])
 
     def _num_layers(self) -> int:
-        explicit = self.config.get_extra_config_value("shmcache.num_layers", None)
+        explicit = _sizing.extra_value(self.config, "shmcache.num_layers", None)
         if explicit is not None:
             return int(explicit)
         if not self.layerwise or self.metadata is None:
             return 0
-        return sum(int(shape[1]) for shape in self.metadata.get_shapes())
+        return sum(int(shape[1]) for shape in _sizing.shapes_of(self.config, self.metadata)[0])
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -213,7 +225,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             if self._keeps_positions:
                 obj.store_positions()
             stored = space.put(key.chunk_hash, obj, part=part)
-            obj._key = key.chunk_hash
+            if stored:
+                obj._key = key.chunk_hash
         finally:
             if obj is not memory_obj:
                 obj.release()
@@ -265,9 +278,10 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         stored = space.put_many(hashes, [obj for _, obj in pairs], part=part)
         self.lifespans.met(hashes)
         for (key, obj), is_stored in zip(pairs, stored, strict=True):
-            obj._key = key.chunk_hash
-            if is_stored and callback is not None:
-                self._call_back(callback, key)
+            if is_stored:
+                obj._key = key.chunk_hash
+                if callback is not None:
+                    self._call_back(callback, key)
         return True
 
     def reserve(self, key: Any, shapes: Any, dtypes: Any, fmt: Any = None) -> Reservation:
@@ -348,6 +362,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
 
     def close(self) -> None:
         """Send what is to be sent, and leave the segment, which stays. Doing it again does nothing."""
-        if self.batched_msg_sender is not None:
-            self.batched_msg_sender.close()
-        self.memory_allocator.close()
+        try:
+            if self.batched_msg_sender is not None:
+                self.batched_msg_sender.close()
+        finally:
+            self.memory_allocator.close()

@@ -68,10 +68,19 @@ class SharedCache(DefaultMethods):
         self._attachment: Attachment = attachment
         self.capacity = int(mapping.geometry.capacity)
         _open_caches.add(self)
+        self._prefault = "background" if isinstance(request.prefault, Auto) else request.prefault
+        try:
+            self._settle_in(request, rank)
+        except BaseException:  # Ctrl-C: nobody will be given what could be closed
+            self._close(0.0, at_exit=True)
+            raise
+
+    def _settle_in(self, request: Request, rank: int | None) -> None:
+        """What comes after attaching: reap, pin, prefault."""
+        attachment = self._attachment
         # what the dead left behind; a lock that is not to be had now is somebody else's next chance
         lib.shmc_reap(attachment.handle, ffi.new("shmc_reap_report *"))
         attachment.pinner().ask(request.pin, lib.shmc_slot_of(attachment.handle) if rank is None else rank)
-        self._prefault = "background" if isinstance(request.prefault, Auto) else request.prefault
         if self._prefault == "background":
             attachment.committer().background()
         elif self._prefault == "wait":
@@ -160,6 +169,8 @@ class SharedCache(DefaultMethods):
         _segment.disconnect(mapping, a.presence)
 
     def __enter__(self) -> SharedCache:
+        if self.closed:
+            raise self._attachment.error(lib.SHMC_E_CLOSED, "with")
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -101,7 +101,9 @@ class BatchedMessageSender:
         self._thread.start()
 
     def add_kv_op(self, op_type: Any, key: Any) -> None:
-        """One more operation. Never blocks on the sink."""
+        """One more operation. Never blocks on the sink. In a forked child it is nobody's to hand on."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self._waiting.append(self._make_op(op_type=op_type, key=key, seq_num=self._next_seq))
             self._next_seq += 1
@@ -191,7 +193,6 @@ class SegmentMessages(BatchedMessageSender):
         self, metadata: Any, config: Any, location: str, lmcache_worker: Any, cache: SharedCache,
         is_ours: Callable[[str], bool], chunks: Callable[[], Iterable[Any]], topic: str, **classes: Any,
     ) -> None:  # fmt: skip
-        super().__init__(metadata, config, location, lmcache_worker, **classes)
         self._cache = cache
         self._is_ours = is_ours
         self._chunks = chunks
@@ -199,8 +200,9 @@ class SegmentMessages(BatchedMessageSender):
         self._election = Election(mapping, topic) if hasattr(mapping, "inode") else None
         self._elected = self._election is None or self._election.won()
         self._next = cache.events().next  # what came before is known, or is another's to send
-        if self._elected:
-            self._announce()
+        known = list(chunks()) if self._elected else []
+        super().__init__(metadata, config, location, lmcache_worker, **classes)  # a thread: after all that may fail
+        self._announce(known)
         self._ask_at = 0.0
         self._polling = threading.Lock()
         self._ended = threading.Event()
@@ -220,13 +222,15 @@ class SegmentMessages(BatchedMessageSender):
                     _log.warning("messages of %s wait: %s", self._cache.name, e)
                 pause = _RETRY_LAST
 
-    def _announce(self) -> None:
-        for chunk in self._chunks():
+    def _announce(self, chunks: Iterable[Any]) -> None:
+        for chunk in chunks:
             self.add_kv_op(self.op_types.ADMIT, chunk)
 
-    def _poll(self) -> None:
-        """Hand on what has happened since, when it is ours to do so."""
-        with self._polling:
+    def _poll(self, timeout: float = -1) -> None:
+        """Hand on what has happened since, when it is ours to do so; not while another thread does, after `timeout`."""
+        if not self._polling.acquire(timeout=timeout):
+            return
+        try:
             takes_over = not self._elected
             if takes_over and not self._win():
                 return
@@ -234,12 +238,14 @@ class SegmentMessages(BatchedMessageSender):
             if events.lost and not takes_over:
                 _log.warning("%d events of %s were overwritten before they were sent: all its keys are announced again",
                              events.lost, self._cache.name)  # fmt: skip
-                self._announce()
+                self._announce(self._chunks())
             self._next = events.next
             for e in events:
                 if e.complete and self._is_ours(e.namespace):
                     kind = self.op_types.ADMIT if e.kind == "admit" else self.op_types.EVICT
                     self.add_kv_op(kind, e.key)
+        finally:
+            self._polling.release()
 
     def _win(self) -> bool:
         now = time.monotonic()
@@ -253,9 +259,12 @@ class SegmentMessages(BatchedMessageSender):
         return self._elected
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Also what has just happened."""
+        """Also what has just happened; where the segment fails, which is logged, what was known before."""
         if not self._ended.is_set() and not self._cache.closed and os.getpid() == self._pid:
-            self._poll()
+            try:
+                self._poll(timeout)
+            except (ShmCacheError, OSError) as e:
+                _log.warning("messages of %s: what has just happened is not known: %s", self._cache.name, e)
         return super().flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:

@@ -163,7 +163,9 @@ def collect(backends: Iterable[SharedCPUBackend]) -> Iterator[Metric]:
 
 class _Collector:
     def collect(self) -> Iterator[Metric]:
-        return collect(sorted(_backends, key=id))
+        with _lock:  # another thread may be making one
+            backends = sorted(_backends, key=id)
+        return collect(backends)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: else the registry would scrape once to learn the names."""

@@ -214,10 +214,15 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
     ) -> None:  # fmt: skip
         SharedCPUBackend.__init__(self, config, metadata, dst_device, lmcache_worker, memory_allocator)
         self._placement.make = [CacheEngineKey, LayerCacheEngineKey]
-        self.stats_monitor = LMCStatsMonitor.GetOrCreate()
         self._feed_at = 0.0
         self._told = {"evictions": 0, "eviction_failures": 0, "leases_ended": 0}
-        self._setup_metrics()
+        try:
+            self.stats_monitor = LMCStatsMonitor.GetOrCreate()
+            self._setup_metrics()
+        except BaseException:  # LMCache logs it and goes on without
+            if memory_allocator is None:
+                self.close()
+            raise
 
     # what an engine calls once for each chunk: the same as `_soft` makes, without its detour
 

@@ -409,3 +409,56 @@ def test_the_interface_of_the_document() -> None:
     obj = buffer.allocate(torch.Size((8,)))
     assert len(obj.byte_array) == 8 and buffer.memcheck()
     buffer.free(obj)
+
+
+@pytest.mark.parametrize("kind", ["Tensor", "Host", "Pin", "GPU", "Mixed", "Buffer", "Lazy", "Paged", "PagedCpuGpu"])
+def test_the_names_of_the_document_and_those_of_lmcache(kind: str) -> None:
+    """`shape=` and `dtype=` are the older names of `shapes=` and `dtypes=`."""
+    shape = torch.Size((64, 64))
+    allocator: Any
+    if kind == "Tensor":
+        allocator = allocators.TensorMemoryAllocator(tensor=torch.empty(MIB, dtype=torch.uint8))
+    elif kind == "Buffer":
+        allocator = allocators.BufferAllocator(device="cpu")
+    elif kind == "Lazy":
+        allocator = allocators.LazyMemoryAllocator(init_size=MIB, final_size=MIB)
+    elif kind == "Paged":
+        allocator = allocators.PagedTensorMemoryAllocator(torch.empty(MIB, dtype=torch.uint8), [shape], [BF16])
+    elif kind == "PagedCpuGpu":
+        allocator = allocators.PagedCpuGpuMemoryAllocator()
+        allocator.init_cpu_memory_allocator(MIB, [shape], [BF16])
+    else:
+        allocator = getattr(allocators, f"{kind}MemoryAllocator")(size=MIB)
+    for names in ({"shape": shape, "dtype": BF16}, {"shapes": shape, "dtypes": BF16}, {"shape": shape, "dtypes": BF16}):
+        obj = allocator.allocate(**names)
+        assert kind == "Buffer" or (obj.get_shape(), obj.get_dtype()) == (shape, BF16)
+        allocator.free(memory_obj=obj)
+    with pytest.raises(TypeError):
+        allocator.allocate(shape, BF16, shape=shape)
+    assert allocator.memcheck() is True
+    allocator.close()
+
+
+def test_an_allocator_of_ones_own_needs_what_the_document_has() -> None:
+    class Three(allocators.MemoryAllocatorInterface):
+        """Three objects and no more."""
+
+        def __init__(self) -> None:
+            self.left = 3
+            self.buffers = allocators.BufferAllocator()
+
+        def allocate(self, shape: Any, dtype: Any, fmt: Any = None) -> Any:  # type: ignore[override]
+            if not self.left:
+                return None
+            self.left -= 1
+            return self.buffers.allocate(shape, dtype)
+
+        def free(self, memory_obj: Any) -> None:  # type: ignore[override]
+            self.left += 1
+
+    three = Three()
+    assert three.batched_allocate(torch.Size((8,)), None, 4) is None and three.left == 3
+    objs = three.batched_allocate(torch.Size((8,)), None, 3)
+    assert objs is not None and len(objs) == 3 and three.left == 0
+    three.batched_free(objs)
+    assert three.left == 3 and three.batched_allocate(torch.Size((8,)), None, 0) == []

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from contract_kits import BF16
 
+import shmcache
+from shmcache import keys
+from shmcache.backend import SharedCPUBackend
 from shmcache.config import EngineConfig, EngineMetadata, LayerGroup
 
 
@@ -146,3 +150,24 @@ def test_shapes_of_groups_of_layers() -> None:
     meta = EngineMetadata("m", 1, 1, 0, 0, BF16, (5, 2, 256, 8, 128), chunk_size=16, layer_groups=groups)
     assert meta.get_shapes() == [torch.Size((2, 3, 16, 1024)), torch.Size((1, 2, 16, 576))]
     assert meta.get_dtypes() == [torch.float32, BF16] and meta.get_num_groups() == 2
+
+
+def test_a_config_and_metadata_need_what_lmcaches_backend_reads(name: str) -> None:
+    """Of whatever class they are, and without what only newer versions have."""
+    shape = (4, 2, 16, 2, 8)
+    extra = {"shmcache.segment": name, "shmcache.capacity": "1MiB"}
+    settings = SimpleNamespace(
+        cache_policy="LRU", local_cpu=True, lmcache_instance_id="i", use_layerwise=False, enable_blending=False,
+        max_local_cpu_size=1.0, reserve_local_cpu_size=0.0, extra_config=extra, enable_p2p=False, chunk_size=16,
+        numa_mode=None,
+    )  # fmt: skip
+    rank = SimpleNamespace(model_name="m", world_size=1, worker_id=0, kv_dtype=BF16, kv_shape=shape, use_mla=False)
+    key = SimpleNamespace(model_name="m", world_size=1, worker_id=0, chunk_hash=7, dtype=BF16, tags=None, to_string=str)
+    backend = SharedCPUBackend(settings, rank, "cpu")
+    assert backend.get_full_chunk_size_bytes() == 4 * 2 * 16 * 2 * 8 * 2
+    obj = backend.allocate(torch.Size((2, 4, 16, 16)), BF16)
+    backend.submit_put_task(key, obj)
+    assert backend.contains(key, pin=True) and backend.unpin(key) and backend.calculate_chunk_budget() > 0
+    assert backend.get_keys() == [keys.CacheEngineKey("m", 1, 0, 7, BF16)]
+    backend.close()
+    shmcache.unlink(name)

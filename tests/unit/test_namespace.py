@@ -214,6 +214,27 @@ def test_a_batch_is_all_or_nothing(cache: shmcache.SharedCache) -> None:
     assert len({o.shm_offset for o in held + more}) == 64
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_batch_that_evicts_what_lies_beside_it_gets_the_whole_arena(cache: shmcache.SharedCache, parts: int) -> None:
+    ns = cache.namespace("small", parts=parts)
+    for part in range(parts):
+        store(ns, "in the way", part=part)
+    objs = cache.default.allocate_many(16 * GRAN, None, 4)  # three fit behind it, and then it goes
+    assert objs is not None and len({obj.shm_offset for obj in objs}) == 4
+    assert cache.stats().evictions == 1 and cache.stats().counts.holds == 4
+
+
+def test_a_batch_that_a_held_block_keeps_apart_is_none_and_holds_nothing(cache: shmcache.SharedCache) -> None:
+    low = cache.allocate(32 * GRAN)
+    middle = cache.allocate(GRAN)
+    low.release()
+    store(cache.default, "in the way")
+    assert cache.default.allocate_many(21 * GRAN, None, 3) is None, "63 granules are to be had, in runs of 32 and 31"
+    assert cache.stats().counts.holds == 1 and cache.stats().bytes.used <= 2 * GRAN
+    middle.release()
+    assert cache.default.allocate_many(21 * GRAN, None, 3) is not None
+
+
 def test_a_large_request_evicts_a_run_of_neighbours_and_spares_the_rest(cache: shmcache.SharedCache) -> None:
     for i in range(64):
         store(cache.default, i)

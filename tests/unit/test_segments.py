@@ -119,6 +119,31 @@ def test_a_disagreeing_argument_shows_both_values(name: str, given: dict[str, ob
             shmcache.open(name, **given)  # type: ignore[arg-type]
         for value in shown:
             assert value in str(caught.value)
+        with pytest.raises(shmcache.SegmentMismatchError):
+            shmcache.attach(name, **given)  # type: ignore[arg-type]
+        assert cache.stats().counts.attachments == 1
+        cache.unlink()
+
+
+def test_what_agrees_may_be_said_again(name: str) -> None:
+    with shmcache.create(name, SMALL, policy="FIFO", max_attachments=3) as cache:
+        for _ in range(3):
+            shmcache.attach(name, capacity="1MiB", align=4096, policy="fifo", max_attachments=3).close()
+        shmcache.open(name, policy="Fifo").close()
+        cache.unlink()
+    with pytest.raises(shmcache.SegmentNotFoundError):
+        shmcache.attach(name, capacity=SMALL)
+
+
+def test_an_interrupt_while_it_prefaults_leaves_no_attachment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_committer: object) -> bool:
+        raise KeyboardInterrupt
+
+    with shmcache.create(name, SMALL) as cache:
+        monkeypatch.setattr("shmcache._arena.Committer.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            shmcache.attach(name, prefault="wait")
+        assert caught.value is not None and cache.stats().counts.attachments == 1
         cache.unlink()
 
 
@@ -297,6 +322,7 @@ def test_a_closed_cache_says_so_and_views_stay_mapped(name: str) -> None:
         lambda: cache.namespace("x"),
         lambda: cache.keys(),
         lambda: cache.put("k", obj),
+        lambda: cache.__enter__(),
     ):
         with pytest.raises(shmcache.SegmentClosedError, match=name):
             call()
