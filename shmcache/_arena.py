@@ -17,6 +17,7 @@ from ._commit import FULL, aside, commit_region, in_thread, populate_region
 from ._core import ffi, lib, log
 from ._regions import Arena
 from ._sizes import format_size
+from ._threads import Flag
 from .errors import ShmCacheError, from_status
 
 __all__ = ["Arena", "Committer", "PrefaultState"]
@@ -54,7 +55,7 @@ class Committer:
     def __init__(self, arena: Arena, handle: Any) -> None:
         self._arena = arena
         self._handle = handle
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._thread: threading.Thread | None = None
         self._workers: list[threading.Thread] = []
         self._state: Literal["off", "running", "done", "failed"] = "off"

@@ -24,6 +24,7 @@ from ._core import ffi, lib
 from ._numa import NO_NODE
 from ._regions import FLAG_HUGE, FLAG_PARTLY_HUGE, HUGE_PAGE, Arena
 from ._space import cgroup_allows
+from ._threads import Flag, start
 
 FULL = (errno.ENOSPC, errno.ENOMEM)
 _RESERVE_PIECE = 256 << 20
@@ -40,7 +41,7 @@ def in_thread(work: Callable[[], None], name: str) -> threading.Thread:
         work()
 
     thread = threading.Thread(target=run, name=f"shmcache-{name}", daemon=True)
-    thread.start()
+    start(thread)
     return thread
 
 
@@ -76,7 +77,7 @@ def reserve_aside(arena: Arena, i: int) -> None:
         raise failures[0]
 
 
-def commit_region(arena: Arena, i: int, stop: threading.Event, until: float | None = None) -> int:
+def commit_region(arena: Arena, i: int, stop: Flag, until: float | None = None) -> int:
     """Makes region i's memory exist; returns its flags. OSError when there is no room.
 
     To be called in a thread of in_thread(). After a failure the region is sparse again. A stop ends
@@ -88,13 +89,13 @@ def commit_region(arena: Arena, i: int, stop: threading.Event, until: float | No
     reserved = _reserve(arena, i)
     flags = _collapse(arena, i, stop, until)
     if not reserved and until is not None:  # what is not reserved must be touched before anybody relies on it
-        populate_region(arena, i, threading.Event(), threads=_threads(), node=node)
+        populate_region(arena, i, Flag(), threads=_threads(), node=node)
     if until is None:
         arena.mapped(i, populate_region(arena, i, stop, threads=_threads(), node=node))
     return flags
 
 
-def populate_region(arena: Arena, i: int, stop: threading.Event, *, threads: int = 1, node: int = NO_NODE) -> bool:
+def populate_region(arena: Arena, i: int, stop: Flag, *, threads: int = 1, node: int = NO_NODE) -> bool:
     """Maps region i's pages into this process; False when stopped. OSError where the kernel refuses."""
     start, length = arena.region_address(i), arena.region_length(i)
     pieces = [(start + at, min(_PIECE, length - at)) for at in range(0, length, _PIECE)]
@@ -157,7 +158,7 @@ def _reserve(arena: Arena, i: int) -> bool:
     return True
 
 
-def _collapse(arena: Arena, i: int, stop: threading.Event, until: float | None) -> int:
+def _collapse(arena: Arena, i: int, stop: Flag, until: float | None) -> int:
     start, length = arena.region_address(i), arena.region_length(i)
     whole = length // HUGE_PAGE * HUGE_PAGE
     if not arena.want_hugepages or arena.hugepages_refused or not whole or start % HUGE_PAGE:

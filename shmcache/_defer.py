@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ._core import log
+from ._threads import start
 from .errors import SegmentClosedError
 
 _FIRST_POLL = 0.0005  # seconds between two polls; doubles while nothing happens
@@ -64,7 +65,7 @@ class Deferred:
                 if self._thread is None or not self._thread.is_alive():
                     name = f"shmcache-{self._name}-deferred"
                     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    self._thread.start()
+                    start(self._thread)
                 self._incoming.put(entry)
         except BaseException:
             entry.dead = True

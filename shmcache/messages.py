@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ._election import Election
+from ._threads import Flag, start
 from .errors import SegmentClosedError, ShmCacheError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _log = logging.getLogger("shmcache")
 _MOST_WAITING = 1 << 20  # operations; beyond, the oldest are dropped, which the sequence numbers show
 _RETRY_FIRST, _RETRY_LAST = 0.05, 5.0  # seconds after a failure
 _SENT_AGAIN = 4096  # events, by whoever takes over
+_FLUSH_POLL = 0.001  # seconds
 _ASK_EVERY = 0.5  # seconds between two tries to be the one that sends
 
 
@@ -96,15 +98,16 @@ class BatchedMessageSender:
         self._sending = 0
         self._flushers = 0
         self._running = True
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # only the thread waits for it: see _threads.py
         self._thread = threading.Thread(target=self._run, name="shmcache-messages", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def add_kv_op(self, op_type: Any, key: Any) -> None:
         """One more operation. Never blocks on the sink. In a forked child it is nobody's to hand on."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             self._waiting.append(self._make_op(op_type=op_type, key=key, seq_num=self._next_seq))
             self._next_seq += 1
             if len(self._waiting) > _MOST_WAITING:
@@ -123,13 +126,23 @@ class BatchedMessageSender:
         """
         if os.getpid() != self._pid:
             return True
-        with self._changed:
+        end = time.monotonic() + timeout
+        with self._lock:
             self._flushers += 1
             self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: not self._waiting and not self._sending, timeout)
-            finally:
+        try:
+            while not self._idle():
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_FLUSH_POLL)
+            return True
+        finally:
+            with self._lock:
                 self._flushers -= 1
+
+    def _idle(self) -> bool:
+        with self._lock:
+            return not self._waiting and not self._sending
 
     def close(self, timeout: float = 5.0) -> None:
         """`flush`, then end the thread; what could not be handed on is logged and dropped."""
@@ -137,7 +150,7 @@ class BatchedMessageSender:
             return
         if not self.flush(timeout):
             _log.warning("%d messages were not sent: the sink did not take them within %g s", self.qsize(), timeout)
-        with self._changed:
+        with self._lock:
             self._running = False
             self._changed.notify_all()
         self._thread.join(1.0)
@@ -168,9 +181,8 @@ class BatchedMessageSender:
                 with self._changed:
                     self._changed.wait_for(lambda: not self._running, pause)
                 pause = min(2 * pause, _RETRY_LAST)
-            with self._changed:
+            with self._lock:
                 self._sending = 0
-                self._changed.notify_all()
 
 
 class SegmentMessages(BatchedMessageSender):
@@ -205,9 +217,9 @@ class SegmentMessages(BatchedMessageSender):
         self._announce(known)
         self._ask_at = 0.0
         self._polling = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._poller = threading.Thread(target=self._follow, name="shmcache-events", daemon=True)
-        self._poller.start()
+        start(self._poller)
 
     def _follow(self) -> None:
         pause = self.batch_timeout

@@ -30,6 +30,7 @@ from ._core import ffi, lib, log
 from ._cudart import ALREADY_REGISTERED, CAPTURING, Runtime, describe, find
 from ._regions import Arena
 from ._sizes import format_size
+from ._threads import Flag
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _POLL = 0.005  # for regions that others are still committing
@@ -48,7 +49,7 @@ class Pinner:
         self._name = arena.name
         self._total = arena.capacity
         self._lock = threading.RLock()
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._asked = False
         self._may_start_cuda = False
         self._settled = False  # started, or known to be impossible
@@ -212,7 +213,7 @@ class Pinner:
     def _forget(self) -> None:
         """In a forked child: it inherits neither the thread nor the registrations."""
         self._lock = threading.RLock()
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._thread = None
         if self._asked and _lost:
             self._settled, self._state, self._detail = True, "off", "forked child"

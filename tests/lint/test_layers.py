@@ -53,7 +53,7 @@ def test_only_the_lock_and_the_os_layer_know_the_clock_and_the_kernel() -> None:
 
 # Python modules from the bottom; a module imports only from earlier groups or its own.
 PY_LAYERS = [
-    {"_version", "_auto", "errors", "_shmcore"},
+    {"_version", "_auto", "_threads", "errors", "_shmcore"},
     {"_core", "_sizes", "_names", "_dtypes", "_formats", "_numa", "_cudart", "_metric_names"},
     {"_meta", "_checksum"},
     {"_shmfs", "_space", "_request", "_control", "_keys", "_events", "_stats", "_defer", "_pending"},

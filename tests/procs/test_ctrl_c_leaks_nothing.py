@@ -14,8 +14,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,9 @@ from hostile import (
 
 import shmcache
 from shmcache import _shmfs
+from shmcache._defer import Deferred
+from shmcache.config import EngineConfig
+from shmcache.messages import BatchedMessageSender, OpType
 
 # ---- storms ---------------------------------------------------------------------------------------
 
@@ -432,8 +437,8 @@ class InterruptAt:
     _FOLDER = os.path.dirname(shmcache.__file__)
     _FINALIZERS = ("__del__", "__call__")  # Python swallows what they raise
 
-    def __init__(self, n: int) -> None:
-        self._left = n
+    def __init__(self, n: int, code: str = _FOLDER) -> None:
+        self._left, self._code = n, code
         self.hit = False
         self.where = "nowhere"
         self._before: dict[Any, str] = {}  # the operation that each frame did last
@@ -441,7 +446,7 @@ class InterruptAt:
 
     def _global(self, frame: Any, event: str, arg: object) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith(self._FOLDER):
+        if not file.startswith(self._code):
             return None
         if frame.f_code.co_name in self._FINALIZERS:
             return None
@@ -482,12 +487,14 @@ class InterruptAt:
             self._called_python.clear()
 
 
-def interrupted_everywhere(work: Callable[[], object], check: Callable[[str], object], stride: int = 1) -> int:
+def interrupted_everywhere(
+    work: Callable[[], object], check: Callable[[str], object], stride: int = 1, **where: str
+) -> int:
     """`work` with an interrupt at place 1, 2, 3 ... until it gets through; `check` after each."""
     n = random.randrange(1 - stride, 1)
     while True:
         n += stride
-        at = InterruptAt(n)
+        at = InterruptAt(n, **where)
         at.run(work)
         check(f"place {n}, {at.where}")
         if not at.hit:
@@ -586,6 +593,44 @@ def test_an_interrupt_at_every_place_of_an_everyday_call(name, what):
         assert places >= 10
         assert cache.unpin("k3")
         assert_only_published(cache)
+    shmcache.unlink(name)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("what", ["a thread that waits for an event", "messages"])
+def test_an_interrupt_at_every_place_of_starting_and_stopping_a_thread(name, what):
+    """Also inside threading.py: it stays an interrupt, and whoever comes next waits for nothing."""
+    with small(name) as cache:
+        store(cache, "k", 7)
+        deferred: list[Any] = []
+
+        def wait_for_an_event() -> None:
+            deferred.append(Deferred(name))
+            deferred[-1].add(Event(), lambda known: None)
+
+        def check(place: str) -> None:
+            while deferred:
+                watch = Stopwatch()
+                deferred.pop().close(0.0)
+                assert watch.seconds < PROMPT, place
+
+        sender = BatchedMessageSender(
+            SimpleNamespace(worker_id=0), EngineConfig(), "here", SimpleNamespace(put_msg=lambda message: None)
+        )
+
+        def send() -> None:
+            sender.add_kv_op(OpType.ADMIT, 7)
+            sender.flush()
+
+        def sends(place: str) -> None:
+            watch = Stopwatch()
+            assert sender.flush() and watch.seconds < PROMPT, place
+
+        work, then = (send, sends) if what == "messages" else (wait_for_an_event, check)
+        places = interrupted_everywhere(work, then, code=threading.__file__)
+        print(f"{places} places")
+        assert places >= 10
+        sender.close()
     shmcache.unlink(name)
 
 
