@@ -22,7 +22,7 @@ PROGRAMS = {
     "crash_points": ("world", "digest", "worlds", "cases", "crash_points"),
     "core_unit": (
         *("world", "digest", "core_unit", "unit_extents", "unit_keys", "unit_holds"),
-        *("unit_policy", "unit_sharing", "unit_damage"),
+        *("unit_policy", "unit_sharing", "unit_damage", "unit_late"),
     ),
     "soak": ("world", "digest", "soak"),
     "threads": ("world", "digest", "threads"),
