@@ -270,6 +270,7 @@ int reserve_part(struct core *c, uint32_t ns, const struct key *key, uint32_t bl
     SOUND(c, block_at(c, block)->chunk == NIL, "a block is reserved once");
     if (i == NIL) i = chunk_new(c, ns, key);
     part_attach(c, i, block, part);
+    tx32(c, &block_at(c, block)->ns_gen, ns_at(c, ns)->gen);   /* others wait for it now: a bump since its allocation must not make the put vain */
     return tx_commit(c) ? SHMC_OK : SHMC_E_POISONED;
 }
 

@@ -59,9 +59,27 @@ static void an_owner_given_twice_keeps_nothing_from_others(void)
     world_close();
 }
 
+/* Memory is found in one hold of the lock, the reservation made in the next: a bump may come between. */
+static void a_reservation_is_of_the_generation_it_was_made_in(void)
+{
+    uint32_t gen;
+    world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
+    struct obj x = alloc(W.one, 4, 1, 0);
+    same(shmc_bump(W.h, W.one, &gen), SHMC_OK);
+    const struct key k = key_at(&W.h->core, W.one, key(1), 0);
+    same(begin(W.h, TX_RESERVE), SHMC_OK);
+    same(reserve_part(&W.h->core, W.one, &k, x.p.block, 0), SHMC_OK);
+    same(finish(W.h, SHMC_OK), SHMC_OK);
+    same(try_put(&x, W.one, 1, 0), 1);
+    same(has(W.one, 1, -1), 1);
+    drop(&x);
+    world_close();
+}
+
 const struct unit UNIT_LATE[] = {
     {"a call that outlives its close poisons nothing", a_call_that_outlives_its_close_poisons_nothing},
     {"half a record of the attachment table condemns nobody", half_a_record_condemns_nobody},
     {"an owner given twice keeps nothing from others", an_owner_given_twice_keeps_nothing_from_others},
+    {"a reservation is of the generation it was made in", a_reservation_is_of_the_generation_it_was_made_in},
     {NULL, NULL},
 };
