@@ -40,13 +40,13 @@ static int lock_and_fence(shmc *h, uint32_t op, uint64_t timeout_ns, bool attach
     uint64_t now = os_now_coarse();      /* vDSO, 5 ns: no system call */
     c->now_ns = now;
     c->now = (uint32_t)(now >> 26);
-    c->me = attached ? h->slot : NIL;
+    c->me = attached ? PEEK(&h->slot) : NIL;
     c->me_gen = h->slot_gen;
     if (attached && __builtin_expect(!slot_mine(c), 0)) {
         unlock_and_wake(h);
         return SHMC_E_STALE;
     }
-    c->hdr->holder_slot = c->me;        /* unlogged: diagnosis */
+    PUT(&c->hdr->holder_slot, c->me);   /* unlogged: diagnosis */
     return SHMC_OK;
 }
 static void push_deferred(shmc *h, shmc_owner *o)
@@ -127,7 +127,7 @@ int breathe(shmc *h, uint32_t op)
     if (__builtin_expect(c->bad, 0)) { unlock_and_wake(h); return SHMC_E_POISONED; }
     if (c->items < BATCH_ITEMS && c->words < BATCH_WORDS && c->frees < BATCH_FREES) return SHMC_OK;
     bool awaited = lock_awaited(c->hdr);
-    uint64_t seen = c->hdr->acquisitions;
+    uint64_t seen = PEEK(&c->hdr->acquisitions);
     int rc = unlock_and_wake(h);
     if (!rc && awaited) {                /* whom we just woke needs some microseconds to get here: let it win */
         uint64_t end = os_now_ns() + YIELD_NS;
@@ -173,7 +173,11 @@ int shmc_check(shmc *h)
     return rc;
 }
 
-int shmc_slot_of(shmc *h) { return h->slot == NIL ? -1 : (int)h->slot; }
+int shmc_slot_of(shmc *h)
+{
+    uint32_t slot = PEEK(&h->slot);
+    return slot == NIL ? -1 : (int)slot;
+}
 
 int shmc_attach(shmc *h, int32_t rank, const char *label)
 {
@@ -188,7 +192,7 @@ int shmc_attach(shmc *h, int32_t rank, const char *label)
     rc = finish(h, slot == NIL ? SHMC_E_SLOTS : SHMC_OK);
     if (rc) return rc;
     h->slot_gen = gen;
-    h->slot = slot;
+    __atomic_store_n(&h->slot, slot, __ATOMIC_RELAXED);
     uint32_t fresh = HANDLE_NEW;
     return __atomic_compare_exchange_n(&h->state, &fresh, HANDLE_OPEN, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? SHMC_OK : SHMC_E_CLOSED;
 }
@@ -227,7 +231,7 @@ int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped)
         rc = unlock_and_wake(h);
         if (rc) return rc;
     }
-    h->slot = NIL;
+    __atomic_store_n(&h->slot, NIL, __ATOMIC_RELAXED);         /* a call that waited for the lock too long may still come */
     *dropped = report.holds + report.blocks;
     /* deferred owners hold nothing any more */
     bury(__atomic_exchange_n(&h->deferred, NULL, __ATOMIC_ACQUIRE));
@@ -247,10 +251,10 @@ void shmc_drop(shmc *h)
 void shmc_last_holder(shmc *h, shmc_holder *out)
 {
     const struct header *hdr = h->core.hdr;
-    uint32_t slot = __atomic_load_n(&hdr->holder_slot, __ATOMIC_RELAXED);
+    uint32_t slot = PEEK(&hdr->holder_slot);
     int32_t tid = lock_owner_tid(hdr);
-    *out = (shmc_holder){.pid = tid, .op = __atomic_load_n(&hdr->holder_op, __ATOMIC_RELAXED)};
-    if (slot < h->core.n_slots && tid) out->pid = h->core.slots[slot].pid;
+    *out = (shmc_holder){.pid = tid, .op = PEEK(&hdr->holder_op)};
+    if (slot < h->core.n_slots && tid) out->pid = PEEK(&h->core.slots[slot].pid);
     uint64_t since = __atomic_load_n(&h->stuck.since_ns, __ATOMIC_RELAXED);      /* threads may share the handle */
     if (since) out->age_ns = os_now_ns() - since;
 }
@@ -265,14 +269,14 @@ static int reap_slot(shmc *h, uint32_t slot, bool quarantined, shmc_reap_report 
 {
     shmc_slot_info s;
     int rc = shmc_slot(h, slot, &s);
-    if (rc || s.state == SHMC_SLOT_FREE || slot == h->slot || (s.state == SHMC_SLOT_QUARANTINE) != quarantined) return rc;
+    if (rc || s.state == SHMC_SLOT_FREE || slot == PEEK(&h->slot) || (s.state == SHMC_SLOT_QUARANTINE) != quarantined) return rc;
     bool already = s.state == SHMC_SLOT_REAPING || s.leaving == s.gen;
     int live = already ? SHMC_GONE : shmc_liveness(s.pid, s.start_time, s.start_stack);
     if (live == SHMC_ALIVE || (live == SHMC_EXECED && quarantined)) return SHMC_OK;
     if (live == SHMC_EXECED) report->quarantined++;
     bool more = true;
     while (more) {                                             /* batches: <= 64 holds each */
-        rc = begin_within(h, TX_REAP, h->lock_timeout_ns, h->slot != NIL);   /* also before attaching: the table may be full */
+        rc = begin_within(h, TX_REAP, h->lock_timeout_ns, PEEK(&h->slot) != NIL);   /* also before attaching: the table may be full */
         if (rc) return rc;
         more = slot_condemn(&h->core, slot, &s, live == SHMC_GONE) && slot_empty_step(&h->core, slot, s.gen, report);
         h->core.wake |= 3;
@@ -424,27 +428,11 @@ int shmc_namespace(shmc *h, const char *name, uint32_t name_len, uint32_t parts,
     return finish(h, namespace_open(&h->core, name, name_len, parts, desc, desc_len, has_desc != 0, ns));
 }
 
-/* No lock: name, descriptor and parts never change once `used` is set, counters are read between two equal
- * readings of the sequence word where that succeeds. So it works beside a stopped holder, as events do. */
+/* No lock, so it works beside a stopped holder, as events do. */
 int shmc_namespace_at(shmc *h, uint32_t ns, shmc_namespace_info *out)
 {
-    struct core *c = &h->core;
-    if (ns >= c->n_namespaces) return SHMC_E_NOT_FOUND;
     int rc = shmc_check(h);
-    if (rc) return rc;
-    const struct namespace *n = &c->namespaces[ns];
-    for (int tries = 0; tries < 100; tries++) {
-        uint64_t before = __atomic_load_n(&c->hdr->seq, __ATOMIC_ACQUIRE);
-        *out = (shmc_namespace_info){.used = n->used, .parts = n->parts, .generation = n->gen, .chunks = n->chunks, .complete = n->complete,
-            .bytes = (uint64_t)n->grans << c->align_shift, .hits = n->hits, .misses = n->misses, .stores = n->stores, .evictions = n->evictions};
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (!(before & 1) && __atomic_load_n(&c->hdr->seq, __ATOMIC_RELAXED) == before) break;
-    }
-    out->name_len = n->name_len <= SHMC_NAME_MAX ? n->name_len : SHMC_NAME_MAX;
-    out->desc_len = n->desc_len <= SHMC_DESC_MAX ? n->desc_len : SHMC_DESC_MAX;
-    memcpy(out->name, n->name, sizeof out->name);
-    memcpy(out->desc, n->desc, sizeof out->desc);
-    return out->used ? SHMC_OK : SHMC_E_NOT_FOUND;
+    return rc ? rc : shmc_peek_namespace(h->core.base, h->core.size, ns, out);
 }
 
 int shmc_bump(shmc *h, uint32_t ns, uint32_t *generation)
@@ -468,7 +456,7 @@ int shmc_verify(shmc *h, char *text, uint32_t cap)
     if (!rc) {
         struct core copy = h->core;                    /* what the walk meets must not poison by itself */
         rc = (int)check_all(&copy, scratch, text, cap);
-        h->core.hdr->hold_since = 0;                   /* unlogged: this hold is long by design, do not sample it */
+        PUT(&h->core.hdr->hold_since, 0u);             /* unlogged: this hold is long by design, do not sample it */
         rc = finish(h, rc);
     }
     free(scratch);

@@ -27,10 +27,11 @@ struct key key_at(const struct core *c, uint32_t ns, const shmc_keys *k, uint32_
 static void hits(struct core *c, uint32_t ns, uint32_t hit, uint32_t miss)
 {
     struct namespace *n = ns_at(c, ns);
-    c->hdr->stat[SHMC_ST_HITS] += hit;       /* unlogged: statistics */
-    c->hdr->stat[SHMC_ST_MISSES] += miss;    /* unlogged: statistics */
-    n->hits += hit;                          /* unlogged: statistics */
-    n->misses += miss;                       /* unlogged: statistics */
+    uint64_t *stat = c->hdr->stat;
+    PUT(&stat[SHMC_ST_HITS], stat[SHMC_ST_HITS] + hit);         /* unlogged: statistics */
+    PUT(&stat[SHMC_ST_MISSES], stat[SHMC_ST_MISSES] + miss);    /* unlogged: statistics */
+    PUT(&n->hits, n->hits + hit);                               /* unlogged: statistics */
+    PUT(&n->misses, n->misses + miss);                          /* unlogged: statistics */
 }
 
 /* What every call by key starts with: arguments, the lock, the namespace. */
@@ -125,7 +126,7 @@ static int put_one(shmc *h, uint32_t ns, const struct key *k, const shmc_owner *
         int rc = block_to_put(c, h, obj, ns, &block, &hold);   /* again each time: the lock may have been away */
         if (rc) return rc;
         if (block_at(c, block)->ns_gen != ns_at(c, ns)->gen) {
-            c->hdr->stat[SHMC_ST_STALE_PUTS]++;           /* unlogged: statistics */
+            count(c, SHMC_ST_STALE_PUTS);
             break;
         }
         rc = publish(c, ns, k, block, hold, part, recall(c, *before), &chunk);
@@ -133,7 +134,7 @@ static int put_one(shmc *h, uint32_t ns, const struct key *k, const shmc_owner *
         *stored = rc == SHMC_OK;
         if (rc != SHMC_FULL) break;
         if (!room_for_chunk(c)) {
-            c->hdr->stat[SHMC_ST_EVICTION_FAILURES]++;    /* unlogged: statistics */
+            count(c, SHMC_ST_EVICTION_FAILURES);
             break;
         }
         rc = breathe(h, TX_PUBLISH);
@@ -291,6 +292,7 @@ int shmc_lookup(shmc *h, uint32_t ns, const shmc_keys *keys, uint32_t flags, uin
     if (!keys || !owner_ready(h, owner, keys->n)) return SHMC_E_INVAL;
     int rc = begin_keys(h, TX_HOLD, ns, keys, 0);
     if (rc) return rc;
+    if (owner->n) return finish(h, SHMC_E_INVAL);        /* given to two threads */
     owner->pins = (flags & SHMC_F_PIN) != 0;
     while (owner->n < keys->n) {
         struct key k = key_at(c, ns, keys, owner->n);

@@ -39,7 +39,7 @@ static int end_leases(shmc *h)
         if (k->kind != H_FREE && k->deadline) {
             if (k->deadline <= c->now) {
                 let_go(c, i, TX_LEASE);
-                PUT(&hdr->stat[SHMC_ST_LEASES_ENDED], hdr->stat[SHMC_ST_LEASES_ENDED] + 1);   /* unlogged: statistics */
+                count(c, SHMC_ST_LEASES_ENDED);
             } else if (k->deadline < next) {
                 next = k->deadline;
             }
@@ -187,7 +187,7 @@ full:
     h->failed_len = len;
     h->failed_want = want;
     h->failed_freed = hdr->freed + 1;                            /* + 1: zero means nothing failed yet */
-    hdr->stat[SHMC_ST_EVICTION_FAILURES]++;                      /* unlogged: statistics */
+    count(c, SHMC_ST_EVICTION_FAILURES);
     return SHMC_FULL;
 }
 
@@ -241,7 +241,11 @@ batch:                                                           /* <= 1 + 8 tim
             room.evicting = false;                               /* each extent is a search of its own */
             room.at = room.run = NIL;
             room.victims = room.rescans = room.regions_seen = 0;
-            owner_put(owners[done], r);
+            if (!owner_put(owners[done], r)) {                   /* the same owner was given twice, or to two threads */
+                let_go(c, r.hold, TX_RELEASE);
+                rc = SHMC_E_INVAL;
+                break;
+            }
             part_info(c, b, &out[done++]);
             c->items++;
             rc = breathe(h, TX_ALLOC);
@@ -263,7 +267,7 @@ batch:                                                           /* <= 1 + 8 tim
             if (lost) return give_up(h, lost);
         }
     if (again) goto batch;
-    if (ticket) ticket_take(c, 0, ticket);
+    if (ticket && rc > 0) ticket_take(c, 0, ticket);
     return finish(h, rc);
 }
 
@@ -283,9 +287,9 @@ int shmc_wait(shmc *h, int which, uint32_t ticket, uint64_t timeout_ns)
 int shmc_region(shmc *h, uint32_t region, shmc_region_info *out)
 {
     if (region >= h->core.n_regions) return SHMC_E_NOT_FOUND;
-    const struct region *r = &h->core.regions[region];
-    *out = (shmc_region_info){.inode = r->inode, .bytes = r->bytes, .state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE),
-        .owner = r->owner, .flags = r->flags, .node = r->node};
+    struct region r;
+    load_record(h->core.hdr, &r, &h->core.regions[region], sizeof r);
+    *out = (shmc_region_info){.inode = r.inode, .bytes = r.bytes, .state = r.state, .owner = r.owner, .flags = r.flags, .node = r.node};
     return SHMC_OK;
 }
 

@@ -16,6 +16,7 @@ from .errors import SegmentCorruptError, SegmentMismatchError, ShmCacheError
 
 _BLOCK = 512  # unit of st_blocks
 _FIRST_PAGE = 4096
+_HEAD = 1 << 20  # more than the header and as many slots as there can be
 _STRAY_WORDS = 4  # what a creator that died at once may have left in the first page: state and pid
 
 
@@ -145,3 +146,29 @@ class Control:
             f"segment {name!r} contradicts itself: {self.size} bytes, planned {self.geometry.control_bytes}",
             code=self.status,
         )
+
+
+class CopiedControl(Control):
+    """A control file's bytes, or its first, in this process's own memory: nobody can take them away."""
+
+    def __init__(self, data: bytearray, size: int | None = None) -> None:
+        self._data = data
+        self.size = len(data) if size is None else size
+        self.base = ffi.cast("void *", ffi.from_buffer(data)) if data else ffi.NULL
+        self.geometry = ffi.new("shmc_geometry *")
+        self.identity = ffi.new("shmc_identity *")
+        self.status = lib.SHMC_E_NOT_READY
+        if data:
+            self.revalidate()
+
+    def close(self) -> None:
+        pass  # with the last reference
+
+    @classmethod
+    def head_of(cls, fd: int) -> CopiedControl:
+        """Header and slots of a file that is not ours. Mapped, its owner could end this process by truncating it."""
+        st = os.fstat(fd)
+        if st.st_blocks * _BLOCK < st.st_size:
+            return cls(bytearray())
+        data = bytearray(os.pread(fd, _HEAD, 0))
+        return cls(data, st.st_size if len(data) == _HEAD else len(data))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from . import _shmfs
-from ._control import Control
+from ._control import Control, CopiedControl
 from ._core import lib
 from ._names import control_name, path_of
 from ._request import LIFETIMES
@@ -57,7 +57,8 @@ def _look(name: str) -> SegmentInfo | None:
     try:
         held = _shmfs.is_locked(fd, _shmfs.PRESENCE_BYTE)
         unknown = replace(unknown, alive=int(held))  # one at least
-        return _describe(unknown, Control(fd, writable=False), held)
+        ours = os.fstat(fd).st_uid == os.geteuid()
+        return _describe(unknown, Control(fd, writable=False) if ours else CopiedControl.head_of(fd), held)
     except (OSError, ShmCacheError):
         return replace(unknown, state="corrupt")
     finally:

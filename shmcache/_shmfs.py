@@ -24,9 +24,19 @@ PRESENCE_BYTE = 1  # read lock: one per attachment
 
 def open_shm(name: str, *, read_only: bool = False) -> int:
     """An existing object; O_CLOEXEC. FileNotFoundError, PermissionError, or SegmentCorruptError."""
-    if not stat.S_ISREG(os.lstat(path_of(name)).st_mode):  # a fifo would block, a link lead away
+    _check_regular(name, os.lstat(path_of(name)))
+    fd = _shm_open(name, os.O_NONBLOCK, 0o600, read_only)
+    try:  # its owner may have put a fifo there meanwhile, which must not block us either
+        _check_regular(name, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_regular(name: str, st: os.stat_result) -> None:
+    if not stat.S_ISREG(st.st_mode):
         raise SegmentCorruptError(f"{path_of(name)} is no regular file")
-    return _shm_open(name, 0, 0o600, read_only)
 
 
 def create_shm(name: str, mode: int) -> int:
@@ -41,7 +51,7 @@ def _shm_open(name: str, flags: int, mode: int, read_only: bool) -> int:
     try:
         return int(posix_ipc.SharedMemory(name, flags, mode=mode, read_only=read_only).fd)
     except posix_ipc.ExistentialError as e:
-        exists = flags and os.path.isdir(SHM_FOLDER)
+        exists = flags & os.O_CREAT and os.path.isdir(SHM_FOLDER)
         raise (FileExistsError if exists else FileNotFoundError)(f"{path_of(name)}: {e}") from None
     except posix_ipc.PermissionsError as e:
         raise PermissionError(f"{path_of(name)}: {e}") from None

@@ -17,8 +17,9 @@ uint32_t slot_claim(struct core *c, int32_t pid, uint64_t start, uint64_t stack,
         tx32(c, &s->writes, NIL);
         tx32(c, &s->n_holds, 0);
         tx32(c, &s->n_writes, 0);
-        memset(s->label, 0, sizeof s->label);           /* unlogged: only shown to people */
-        if (label) memcpy(s->label, label, strnlen(label, sizeof s->label - 1));   /* unlogged: as above */
+        char padded[SHMC_LABEL_MAX] = {0};
+        if (label) memcpy(padded, label, strnlen(label, sizeof padded - 1));
+        store_words(s->label, padded, sizeof padded);   /* unlogged: only shown to people */
         tx32(c, &s->state, SHMC_SLOT_LIVE);
         tx32(c, &c->hdr->slots, c->hdr->slots + 1);
         *gen = s->gen;
@@ -32,6 +33,8 @@ bool slot_condemn(struct core *c, uint32_t slot, const shmc_slot_info *judged, b
     struct slot *s = slot_at(c, slot);
     if (s->state == SHMC_SLOT_FREE || s->gen != judged->gen || s->pid != judged->pid) return false;
     if (s->start_time != judged->start_time || s->start_stack != judged->start_stack) return false;
+    /* its state alone was the proof: but a record read without the lock may be of two owners */
+    if (judged->state == SHMC_SLOT_REAPING && s->state != SHMC_SLOT_REAPING) return false;
     uint32_t to = gone ? SHMC_SLOT_REAPING : SHMC_SLOT_QUARANTINE;
     if (s->state == SHMC_SLOT_REAPING || s->state == to) return true;
     tx_begin(c, TX_REAP);
@@ -73,7 +76,7 @@ bool slot_empty_step(struct core *c, uint32_t slot, uint32_t gen, shmc_reap_repo
             tx32(c, &c->hdr->slots, c->hdr->slots - 1);
             if (!tx_commit(c)) return false;
             report->slots++;
-            if (slot != c->me) PUT(&c->hdr->stat[SHMC_ST_REAPS], c->hdr->stat[SHMC_ST_REAPS] + 1);   /* unlogged: statistics */
+            if (slot != c->me) count(c, SHMC_ST_REAPS);
             return false;
         }
     }

@@ -23,7 +23,8 @@ bool slot_condemn(struct core *c, uint32_t slot, const shmc_slot_info *judged, b
 bool slot_empty_step(struct core *c, uint32_t slot, uint32_t gen, shmc_reap_report *report);
 static inline bool slot_mine(struct core *c)
 {
-    const struct slot *s = slot_at(c, c->me);
+    if (c->me >= c->n_slots) return false;      /* given back by another thread, while this one waited for the lock */
+    const struct slot *s = &c->slots[c->me];
     return s->state == SHMC_SLOT_LIVE && s->gen == c->me_gen;
 }
 

@@ -4,11 +4,6 @@
 #include "extents.h"
 #include "policy.h"
 
-static void count(struct core *c, enum shmc_stat_ix i)
-{
-    PUT(&c->hdr->stat[i], c->hdr->stat[i] + 1);   /* unlogged: statistics may lose their last increment */
-}
-
 static void memory_moved(struct core *c)
 {
     PUT(&c->hdr->freed, c->hdr->freed + 1);      /* unlogged: only ever compared for "has it moved" */
@@ -32,8 +27,9 @@ static uint32_t chunk_new(struct core *c, uint32_t ns, const struct key *key)
     tx32(c, &k->grans, 0);
     tx16(c, &k->published, 0);
     if (c->bad) return NIL;
-    memset(k->key, 0, sizeof k->key);            /* unlogged: unreachable until in the index */
-    memcpy(k->key, key->data, key->len);         /* unlogged: as above */
+    uint8_t padded[SHMC_KEY_MAX] = {0};
+    memcpy(padded, key->data, key->len);
+    store_words(k->key, padded, sizeof padded);  /* unlogged: unreachable until in the index */
     PUT(&k->klen, key->len);                     /* unlogged: as above */
     PUT(&k->ktype, key->type);                   /* unlogged: as above */
     PUT(&k->ns, (uint16_t)ns);                   /* unlogged: as above */
@@ -168,7 +164,9 @@ uint32_t block_new(struct core *c, uint32_t ns, uint32_t len, uint64_t size, con
     if (hold == NIL) { tx_rollback(c); return NIL; }
     struct block *b = block_at(c, i);
     PUT(&b->size, size);                          /* unlogged: unreachable, only its writer has the index */
-    if (meta_len) memcpy(b->meta, meta, meta_len);   /* unlogged: as above */
+    uint8_t padded[SHMC_META_MAX] = {0};
+    if (meta_len) memcpy(padded, meta, meta_len);
+    store_words(b->meta, padded, sizeof padded);  /* unlogged: as above */
     PUT(&b->meta_len, (uint16_t)meta_len);        /* unlogged: as above */
     PUT(&b->ns, (uint16_t)ns);                    /* unlogged: as above */
     PUT(&b->ns_gen, ns_at(c, ns)->gen);           /* unlogged: as above */
@@ -272,6 +270,7 @@ int reserve_part(struct core *c, uint32_t ns, const struct key *key, uint32_t bl
     SOUND(c, block_at(c, block)->chunk == NIL, "a block is reserved once");
     if (i == NIL) i = chunk_new(c, ns, key);
     part_attach(c, i, block, part);
+    tx32(c, &block_at(c, block)->ns_gen, ns_at(c, ns)->gen);   /* others wait for it now: a bump since its allocation must not make the put vain */
     return tx_commit(c) ? SHMC_OK : SHMC_E_POISONED;
 }
 

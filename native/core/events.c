@@ -16,7 +16,7 @@ void event_add(struct core *c, enum shmc_event_kind kind, enum shmc_event_cause 
     memcpy(r.key, k->key, sizeof r.key);
     __atomic_store_n(&e->seq, ~0ull, __ATOMIC_RELEASE);      /* a reader of the old record notices */
     __atomic_thread_fence(__ATOMIC_RELEASE);
-    memcpy((uint8_t *)e + 8, (const uint8_t *)&r + 8, sizeof r - 8);   /* unlogged: beyond `published` */
+    store_words((uint8_t *)e + 8, (const uint8_t *)&r + 8, sizeof r - 8);   /* unlogged: beyond `published` */
     __atomic_store_n(&e->seq, seq, __ATOMIC_RELEASE);
     tx64(c, &h->event_head, seq + 1);
 }

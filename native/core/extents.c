@@ -75,10 +75,10 @@ bool extent_fits(const struct core *c, uint32_t len) { return find(c, len) != NI
 
 uint32_t extent_largest(const struct header *h)
 {
-    if (h->bin[BIN_WHOLE] != NIL) return h->full_region_grans;
-    uint32_t fl_map = h->fl_map & ((1u << FL_COUNT) - 1);
+    if (PEEK(&h->bin[BIN_WHOLE]) != NIL) return h->full_region_grans;       /* also read without the lock */
+    uint32_t fl_map = PEEK(&h->fl_map) & ((1u << FL_COUNT) - 1);
     if (!fl_map) return 0;
-    uint32_t fl = 31u - (uint32_t)__builtin_clz(fl_map), sl = h->sl_map[fl];
+    uint32_t fl = 31u - (uint32_t)__builtin_clz(fl_map), sl = PEEK(&h->sl_map[fl]);
     return sl ? bin_floor(fl * SL_COUNT + 31u - (uint32_t)__builtin_clz(sl)) : 0;
 }
 

@@ -132,6 +132,7 @@ void core_bind(struct core *c, void *base, uint64_t size, const shmc_geometry *g
     c->policy = g->policy;
     c->capacity_grans = (uint32_t)(g->capacity / g->align);
     c->arena_bytes = g->region_stride * g->n_regions;
+    c->me = NIL;
     c->seed[0] = h->seed[0];
     c->seed[1] = h->seed[1];
 }
@@ -206,10 +207,12 @@ int shmc_validate(const void *base, uint64_t size, shmc_geometry *g_out, shmc_id
     if (size < sizeof *h) return size == 0 ? SHMC_E_NOT_READY : size < sizeof h->magic || h->magic != SHMC_MAGIC ? SHMC_E_NOT_SHMCACHE : SHMC_E_CORRUPT;
     uint32_t state = __atomic_load_n(&h->state, __ATOMIC_ACQUIRE);
     if (h->magic != SHMC_MAGIC) return h->magic == 0 && state <= SHMC_S_INIT ? SHMC_E_NOT_READY : SHMC_E_NOT_SHMCACHE;
-    shmc_geometry g = h->geo, plan = g;
+    shmc_geometry g, plan;
+    load_words(&g, &h->geo, sizeof g);                   /* once: what is checked is what is used */
+    plan = g;
     if (id) {
         *id = (shmc_identity){.magic = h->magic, .fingerprint = h->fingerprint, .instance = h->instance, .created_ns = h->created_ns,
-            .pid_ns = h->pid_ns, .time_ns = h->time_ns, .format = h->format, .state = state, .libc = h->libc, .word = h->word};
+            .pid_ns = PEEK(&h->pid_ns), .time_ns = PEEK(&h->time_ns), .format = h->format, .state = state, .libc = h->libc, .word = h->word};
         memcpy(id->version, h->version, sizeof id->version);
         id->version[sizeof id->version - 1] = 0;
     }
@@ -218,7 +221,7 @@ int shmc_validate(const void *base, uint64_t size, shmc_geometry *g_out, shmc_id
     if (state <= SHMC_S_INIT) return SHMC_E_NOT_READY;
     if (state > SHMC_S_POISONED) return SHMC_E_CORRUPT;
     /* the same inputs must give the same plan, so every count, offset and size is checked at once */
-    if (shmc_plan(&plan) || memcmp(&plan, &g, sizeof g)) return SHMC_E_CORRUPT;
+    if (shmc_plan(&plan) || memcmp(&plan, &g, sizeof g) != 0) return SHMC_E_CORRUPT;
     struct tables t = place(&g);
     if (g.control_bytes != size || h->at_slots != t.slots || h->at_namespaces != t.namespaces || h->at_regions != t.regions ||
         h->at_buckets != t.buckets || h->at_part_buckets != t.part_buckets || h->at_chunks != t.chunks || h->at_blocks != t.blocks ||
@@ -236,9 +239,9 @@ int shmc_takeover(void *base, uint64_t size, uint64_t pid_ns, uint64_t time_ns)
     int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
     core_bind(&c, base, size, &g);
-    if (c.hdr->state == SHMC_S_POISONED) return SHMC_E_POISONED;
+    if (PEEK(&c.hdr->state) == SHMC_S_POISONED) return SHMC_E_POISONED;
     /* Nobody's from here on: who comes after a death in here must take over again, since no lock tells of it. */
-    c.hdr->pid_ns = ~0ull;                               /* unlogged: nobody is attached */
+    PUT(&c.hdr->pid_ns, ~0ull);                          /* unlogged: nobody is attached */
     FENCE();
     tx_rollback(&c);
     if (lock_format(c.hdr)) return SHMC_E_OS;
@@ -250,9 +253,9 @@ int shmc_takeover(void *base, uint64_t size, uint64_t pid_ns, uint64_t time_ns)
         do c.words = c.frees = 0; while (slot_empty_step(&c, i, s.gen, &report));
     }
     if (c.bad) { shmc_set_state(base, SHMC_S_POISONED); return SHMC_E_POISONED; }
-    c.hdr->time_ns = time_ns;                            /* unlogged: nobody is attached */
+    PUT(&c.hdr->time_ns, time_ns);                       /* unlogged: nobody is attached */
     FENCE();
-    c.hdr->pid_ns = pid_ns;                              /* unlogged: as above */
+    PUT(&c.hdr->pid_ns, pid_ns);                         /* unlogged: as above */
     return SHMC_OK;
 }
 
@@ -263,7 +266,7 @@ int shmc_peek_slot(const void *base, uint64_t size, uint32_t slot, shmc_slot_inf
     if (rc) return rc;
     if (slot >= g.max_attachments) return SHMC_E_NOT_FOUND;
     struct slot s;
-    memcpy(&s, (const uint8_t *)base + place(&g).slots + (uint64_t)slot * sizeof s, sizeof s);
+    load_record(base, &s, (const uint8_t *)base + place(&g).slots + (uint64_t)slot * sizeof s, sizeof s);
     *out = (shmc_slot_info){.state = s.state, .gen = s.gen, .rank = s.rank, .holds = s.n_holds, .pid = s.pid, .writes = s.n_writes, .leaving = s.leaving,
         .start_time = s.start_time, .start_stack = s.start_stack, .attached_ns = s.attached_ns};
     memcpy(out->label, s.label, sizeof out->label);

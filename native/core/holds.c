@@ -7,7 +7,7 @@ uint32_t hold_link(struct core *c, enum hold_kind kind, uint32_t target, uint32_
     struct slot *s = slot_at(c, c->me);
     uint32_t i = h->free_hold;
     if (i == NIL) {
-        PUT(&h->stat[SHMC_ST_HOLDS_FULL], h->stat[SHMC_ST_HOLDS_FULL] + 1);   /* unlogged: statistics */
+        count(c, SHMC_ST_HOLDS_FULL);
         return NIL;
     }
     struct hold *k = hold_at(c, i);

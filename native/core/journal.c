@@ -57,14 +57,15 @@ void tx_rollback(struct core *c)
     uint32_t n = h->journal.count;
     if (n > JOURNAL_CAP) { c->bad = true; n = JOURNAL_CAP; }
     while (n-- > 0) {                                    /* <= JOURNAL_CAP */
-        const struct undo *u = &h->journal.rec[n];
-        uint64_t off = (uint64_t)u->off2 * 2;
-        if (off < offsetof(struct header, seq) || off + u->width > c->size || (u->width && off % u->width)) { c->bad = true; continue; }
+        const struct undo *r = &h->journal.rec[n];
+        const uint64_t off = (uint64_t)PEEK(&r->off2) * 2, old = PEEK(&r->old);
+        const uint32_t width = PEEK(&r->width);              /* once: what is checked is what is used */
+        if (off < offsetof(struct header, seq) || off + width > c->size || (width && off % width)) { c->bad = true; continue; }
         void *p = c->base + off;
-        switch (u->width) {
-        case 2: PUT((uint16_t *)p, (uint16_t)u->old); break;
-        case 4: PUT((uint32_t *)p, (uint32_t)u->old); break;
-        case 8: PUT((uint64_t *)p, u->old); break;
+        switch (width) {
+        case 2: PUT((uint16_t *)p, (uint16_t)old); break;
+        case 4: PUT((uint32_t *)p, (uint32_t)old); break;
+        case 8: PUT((uint64_t *)p, old); break;
         default: c->bad = true;
         }
         FENCE(); crash_point();

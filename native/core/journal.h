@@ -30,6 +30,12 @@ static inline void crash_point(void) {}
 #define FENCE() __atomic_signal_fence(__ATOMIC_SEQ_CST)
 #define PUT(p, v) __atomic_store_n((p), (v), __ATOMIC_RELAXED)
 
+/* count -- statistics, which may lose their last increment at a crash */
+static inline void count(struct core *c, enum shmc_stat_ix i)
+{
+    PUT(&c->hdr->stat[i], c->hdr->stat[i] + 1);   /* unlogged: statistics */
+}
+
 /* ops: index into the table of worst cases, and the name a timeout reports */
 enum tx_op {
     TX_NONE, TX_ATTACH, TX_NAMESPACE, TX_REGION, TX_ALLOC, TX_HOLD, TX_RELEASE, TX_PUBLISH, TX_RESERVE,

@@ -22,16 +22,12 @@ int lock_format(struct header *h)
 
 int32_t lock_owner_tid(const struct header *h)
 {
-    uint32_t word;
-    memcpy(&word, &h->lock, sizeof word);
-    return (int32_t)(word & FUTEX_TID);
+    return (int32_t)(lock_word(h) & FUTEX_TID);
 }
 
 bool lock_awaited(const struct header *h)
 {
-    uint32_t word;
-    memcpy(&word, &h->lock, sizeof word);
-    return word >> 31;
+    return lock_word(h) >> 31;
 }
 
 /* The previous owner died inside. Dying in here again is fine: nothing below depends on the past. */
@@ -61,7 +57,6 @@ static void hold_begins(struct core *c, uint32_t op)
 }
 
 /* `stuck` belongs to a handle, which threads may share: each word is of its own, and only a hint. */
-#define LOAD(p) __atomic_load_n(p, __ATOMIC_RELAXED)
 #define STORE(p, v) __atomic_store_n(p, v, __ATOMIC_RELAXED)
 
 int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_ns)
@@ -70,16 +65,16 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
     int rc = pthread_mutex_trylock(&h->lock);
     if (rc == EBUSY) {
         __atomic_fetch_add(&h->contended, 1, __ATOMIC_RELAXED);
-        uint64_t now = os_now_ns(), held = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED);
-        uint64_t probe = LOAD(&s->next_probe_ns);
-        bool again = probe && LOAD(&s->acquisitions) == held;
+        uint64_t now = os_now_ns(), held = PEEK(&h->acquisitions);
+        uint64_t probe = PEEK(&s->next_probe_ns);
+        bool again = probe && PEEK(&s->acquisitions) == held;
         if (again && now < probe) return SHMC_E_LOCK_TIMEOUT;
         uint64_t wait = again && timeout_ns > GLANCE_NS ? GLANCE_NS : timeout_ns < FOREVER_NS ? timeout_ns : FOREVER_NS;
         uint64_t end = now + wait;
         struct timespec t = {.tv_sec = (time_t)(end / 1000000000u), .tv_nsec = (long)(end % 1000000000u)};
         rc = pthread_mutex_clocklock(&h->lock, CLOCK_MONOTONIC, &t);
         if (rc == ETIMEDOUT) {
-            uint64_t seen = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED);
+            uint64_t seen = PEEK(&h->acquisitions);
             if (!again && timeout_ns <= GLANCE_NS) return SHMC_E_LOCK_TIMEOUT;   /* a destructor's glance proves nothing */
             if (!again) STORE(&s->since_ns, now);
             STORE(&s->next_probe_ns, seen == held ? os_now_ns() + PROBE_NS : 0);
@@ -91,12 +86,15 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
         c->bad = false;
         c->wake = 0;
     }
-    if (rc == EOWNERDEAD) rc = recover(c);
-    else if (rc == ENOTRECOVERABLE) { __atomic_store_n(&h->state, SHMC_S_POISONED, __ATOMIC_RELEASE); return SHMC_E_POISONED; }
+    if (rc == EOWNERDEAD && (rc = recover(c)) != 0) {       /* somebody writes over the lock: nobody shall wait for us */
+        pthread_mutex_unlock(&h->lock);
+        rc = ENOTRECOVERABLE;
+    }
+    if (rc == ENOTRECOVERABLE) { __atomic_store_n(&h->state, SHMC_S_POISONED, __ATOMIC_RELEASE); return SHMC_E_POISONED; }
     if (rc) return SHMC_E_OS;
-    if (LOAD(&s->next_probe_ns)) STORE(&s->next_probe_ns, 0);
+    if (PEEK(&s->next_probe_ns)) STORE(&s->next_probe_ns, 0);
     hold_begins(c, op);
-    if (__builtin_expect(h->state == SHMC_S_POISONED || c->bad, 0)) {
+    if (__builtin_expect(PEEK(&h->state) == SHMC_S_POISONED || c->bad, 0)) {
         uint32_t none;
         lock_release(c, &none);
         return SHMC_E_POISONED;

@@ -20,9 +20,11 @@ int lock_acquire(struct core *c, struct stuck *s, uint32_t op, uint64_t timeout_
 /* lock_release -- 0, or SHMC_E_POISONED when the hold met damage. `wake` gets the bits of those futexes
  * whose waiters the caller must wake now, outside; a caller that dies before costs them one slice. */
 int lock_release(struct core *c, uint32_t *wake);
-/* lock_owner_tid -- thread id in the futex word (kernel ABI of robust futexes), 0: free */
+/* lock_word -- the futex word (kernel ABI of robust futexes), which glibc keeps first */
+static inline uint32_t lock_word(const struct header *h) { return PEEK((const shared32 *)(const void *)&h->lock); }
+/* lock_owner_tid -- the thread id in it, 0: free */
 int32_t lock_owner_tid(const struct header *h);
-/* lock_awaited -- whether a thread sleeps on it (FUTEX_WAITERS in the same word) */
+/* lock_awaited -- whether a thread sleeps on it (FUTEX_WAITERS) */
 bool lock_awaited(const struct header *h);
 
 #endif

@@ -7,7 +7,7 @@ int namespace_open(struct core *c, const char *name, uint32_t name_len, uint32_t
     for (uint32_t i = 0; i < c->n_namespaces; i++) {       /* <= 256, and only when a namespace is opened */
         struct namespace *n = &c->namespaces[i];
         if (!n->used) { if (gap == NIL) gap = i; continue; }
-        if (n->name_len != name_len || memcmp(n->name, name, name_len)) continue;
+        if (n->name_len != name_len || memcmp(n->name, name, name_len) != 0) continue;
         *out = i;
         if (parts && parts != n->parts) return SHMC_E_MISMATCH;
         if (!has_desc) return SHMC_OK;
@@ -16,8 +16,12 @@ int namespace_open(struct core *c, const char *name, uint32_t name_len, uint32_t
     if (gap == NIL) return SHMC_E_NAMESPACES;
     struct namespace *n = &c->namespaces[gap];
     tx_begin(c, TX_NAMESPACE);
-    memcpy(n->name, name, name_len);                        /* unlogged: unreachable until used */
-    if (has_desc && desc_len) memcpy(n->desc, desc, desc_len);   /* unlogged: as above */
+    char padded[SHMC_DESC_MAX] = {0};                       /* which are the larger ones */
+    memcpy(padded, name, name_len);
+    store_words(n->name, padded, sizeof n->name);           /* unlogged: unreachable until used */
+    memset(padded, 0, sizeof padded);
+    if (has_desc && desc_len) memcpy(padded, desc, desc_len);
+    store_words(n->desc, padded, sizeof n->desc);           /* unlogged: as above */
     PUT(&n->name_len, name_len);                            /* unlogged: as above */
     PUT(&n->desc_len, has_desc ? desc_len : 0);             /* unlogged: as above */
     tx32(c, &n->parts, parts ? parts : 1);

@@ -2,13 +2,15 @@
  * read-only, of a segment that may be live, stopped half way, poisoned or a copy.
  *
  * Every index is range-checked, every walk has a bound that does not depend on the segment's health,
- * nothing is written. A record is copied until two copies agree (a few tries), so each is of one
- * instant; the table is not. Whoever needs the whole table as one uses shmc_verify, or a copy. */
+ * nothing is written. Shared words are loaded one by one with relaxed atomics (types.h), so that nothing is read twice
+ * and no race is undefined. A record, and the walk for one key, is of one instant between two transactions, which the
+ * sequence word shows, or after a few tries, as beside a holder that is stopped half way, as it stands; a table is not.
+ * Whoever needs the whole table as one uses shmc_verify, or a copy. */
 #include "holds.h"
 #include "index.h"
 #include "lock.h"
 
-enum { SLICE = 65536, CHAIN = 4096, TRIES = 8, FUTEX_DIED = 0x40000000 };
+enum { SLICE = 65536, CHAIN = 4096, STATS_TRIES = 100, FUTEX_DIED = 0x40000000 };
 
 _Static_assert(SHMC_C_LINKED == (int)C_LINKED && SHMC_C_PARKED == (int)C_PARKED && SHMC_C_GONE == (int)C_GONE && SHMC_C_DRAIN == (int)C_DRAIN && SHMC_C_SHELL == (int)C_SHELL, "public names");
 _Static_assert(SHMC_X_FREE == (int)B_FREE && SHMC_X_WRITING == (int)B_WRITING && SHMC_X_PUBLISHED == (int)B_PUBLISHED, "public names");
@@ -19,19 +21,6 @@ static int look(struct core *c, const void *base, uint64_t size, shmc_geometry *
     int rc = shmc_validate(base, size, g, NULL);
     if (!rc) core_bind(c, (void *)(uintptr_t)base, size, g);    /* only read through, in this file */
     return rc;
-}
-
-/* Two equal copies one after the other: what a concurrent transaction changes in between is seen. */
-static void copy_record(void *to, const void *from, size_t n)
-{
-    uint8_t again[128];
-    memcpy(to, from, n);
-    for (int i = 0; i < TRIES; i++) {
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        memcpy(again, from, n);
-        if (!memcmp(again, to, n)) return;
-        memcpy(to, again, n);
-    }
 }
 
 /* What recovery would do, to a private header. */
@@ -51,12 +40,14 @@ int shmc_peek_stats(const void *base, uint64_t size, shmc_stats *out)
 {
     const struct header *h = base;
     struct header copy;
-    const size_t from = offsetof(struct header, seq);
+    uint8_t again[sizeof(struct header)];
+    const size_t from = offsetof(struct header, seq), rest = sizeof copy - from;
     int rc = shmc_stats_read(base, size, out);
-    for (int tries = 0; rc == 0 && !out->exact && tries < TRIES; tries++) {
-        memcpy(&copy, h, sizeof copy);
+    for (int tries = 0; rc == 0 && !out->exact && tries < LOOK_TRIES; tries++) {
+        load_words(&copy, h, sizeof copy);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (memcmp((uint8_t *)&copy + from, (const uint8_t *)h + from, sizeof copy - from)) continue;   /* it goes on */
+        load_words(again, (const uint8_t *)h + from, rest);
+        if (memcmp((uint8_t *)&copy + from, again, rest) != 0) continue;   /* it goes on */
         if (copy.seq & 1) undo_in(&copy);
         rc = shmc_stats_read(&copy, size, out);  /* it looks at the header only */
     }
@@ -69,14 +60,12 @@ int shmc_peek_lock(const void *base, uint64_t size, shmc_lock_info *out)
     shmc_geometry g;
     int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
-    uint32_t word;
-    memcpy(&word, &h->lock, sizeof word);
     *out = (shmc_lock_info){
-        .acquisitions = __atomic_load_n(&h->acquisitions, __ATOMIC_RELAXED), .hold_since_ns = h->hold_since,
-        .holder_slot = h->holder_slot, .holder_op = h->holder_op, .owner_tid = lock_owner_tid(h),
-        .owner_died = (word & FUTEX_DIED) != 0, .awaited = lock_awaited(h), .in_transaction = (uint32_t)(h->seq & 1),
-        .journal = h->journal.count, .stale = h->stale, .parked = h->n_parked,
-        .waiting_memory = h->waiters[0], .waiting_publication = h->waiters[1], .handshake_pid = h->handshake_pid};
+        .acquisitions = PEEK(&h->acquisitions), .hold_since_ns = PEEK(&h->hold_since),
+        .holder_slot = PEEK(&h->holder_slot), .holder_op = PEEK(&h->holder_op), .owner_tid = lock_owner_tid(h),
+        .owner_died = (lock_word(h) & FUTEX_DIED) != 0, .awaited = lock_awaited(h), .in_transaction = (uint32_t)(PEEK(&h->seq) & 1),
+        .journal = PEEK(&h->journal.count), .stale = PEEK(&h->stale), .parked = PEEK(&h->n_parked),
+        .waiting_memory = PEEK(&h->waiters[0]), .waiting_publication = PEEK(&h->waiters[1]), .handshake_pid = PEEK(&h->handshake_pid)};
     return SHMC_OK;
 }
 
@@ -88,17 +77,17 @@ int shmc_peek_namespace(const void *base, uint64_t size, uint32_t ns, shmc_names
     if (rc) return rc;
     if (ns >= c.n_namespaces) return SHMC_E_NOT_FOUND;
     const struct namespace *n = &c.namespaces[ns];
-    for (int tries = 0; tries < 100; tries++) {
-        uint64_t before = __atomic_load_n(&c.hdr->seq, __ATOMIC_ACQUIRE);
-        *out = (shmc_namespace_info){.used = n->used, .parts = n->parts, .generation = n->gen, .chunks = n->chunks, .complete = n->complete,
-            .bytes = (uint64_t)n->grans << c.align_shift, .hits = n->hits, .misses = n->misses, .stores = n->stores, .evictions = n->evictions};
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (!(before & 1) && __atomic_load_n(&c.hdr->seq, __ATOMIC_RELAXED) == before) break;
+    for (int tries = 0; tries < STATS_TRIES; tries++) {
+        uint64_t seen = look_begin(c.hdr);
+        *out = (shmc_namespace_info){.used = PEEK(&n->used), .parts = PEEK(&n->parts), .generation = PEEK(&n->gen), .chunks = PEEK(&n->chunks), .complete = PEEK(&n->complete),
+            .name_len = PEEK(&n->name_len), .desc_len = PEEK(&n->desc_len), .bytes = (uint64_t)PEEK(&n->grans) << c.align_shift,
+            .hits = PEEK(&n->hits), .misses = PEEK(&n->misses), .stores = PEEK(&n->stores), .evictions = PEEK(&n->evictions)};
+        load_words(out->name, n->name, sizeof out->name);
+        load_words(out->desc, n->desc, sizeof out->desc);
+        if (look_agrees(c.hdr, seen)) break;
     }
-    out->name_len = n->name_len <= SHMC_NAME_MAX ? n->name_len : SHMC_NAME_MAX;
-    out->desc_len = n->desc_len <= SHMC_DESC_MAX ? n->desc_len : SHMC_DESC_MAX;
-    memcpy(out->name, n->name, sizeof out->name);
-    memcpy(out->desc, n->desc, sizeof out->desc);
+    if (out->name_len > SHMC_NAME_MAX) out->name_len = SHMC_NAME_MAX;
+    if (out->desc_len > SHMC_DESC_MAX) out->desc_len = SHMC_DESC_MAX;
     return out->used ? SHMC_OK : SHMC_E_NOT_FOUND;
 }
 
@@ -110,7 +99,7 @@ int shmc_peek_region(const void *base, uint64_t size, uint32_t region, shmc_regi
     int rc = look(&c, base, size, &g);
     if (rc) return rc;
     if (region >= c.n_regions) return SHMC_E_NOT_FOUND;
-    copy_record(&r, &c.regions[region], sizeof r);
+    load_record(c.hdr, &r, &c.regions[region], sizeof r);
     *out = (shmc_region_info){.inode = r.inode, .bytes = r.bytes, .state = r.state, .owner = r.owner, .flags = r.flags, .node = r.node};
     return SHMC_OK;
 }
@@ -148,8 +137,8 @@ int shmc_peek_chunks(const void *base, uint64_t size, uint32_t *cursor, shmc_chu
     *n = 0;
     if (rc) return rc;
     for (uint32_t end = slice_end(*cursor, c.n_chunks); *cursor < end && *n < cap; ++*cursor) {
-        if (!c.chunks[*cursor].flags) continue;
-        copy_record(&k, &c.chunks[*cursor], sizeof k);
+        if (!PEEK(&c.chunks[*cursor].flags)) continue;
+        load_record(c.hdr, &k, &c.chunks[*cursor], sizeof k);
         if (k.flags) chunk_out(&c, *cursor, &k, &out[(*n)++]);
     }
     return *cursor < c.n_chunks ? SHMC_MORE : SHMC_OK;
@@ -164,8 +153,8 @@ int shmc_peek_blocks(const void *base, uint64_t size, uint32_t *cursor, shmc_blo
     *n = 0;
     if (rc) return rc;
     for (uint32_t end = slice_end(*cursor, c.n_blocks); *cursor < end && *n < cap; ++*cursor) {
-        if (c.blocks[*cursor].state == B_UNUSED) continue;
-        copy_record(&b, &c.blocks[*cursor], sizeof b);
+        if (PEEK(&c.blocks[*cursor].state) == B_UNUSED) continue;
+        load_record(c.hdr, &b, &c.blocks[*cursor], sizeof b);
         if (b.state != B_UNUSED) block_out(&c, *cursor, &b, &out[(*n)++]);
     }
     return *cursor < c.n_blocks ? SHMC_MORE : SHMC_OK;
@@ -180,12 +169,12 @@ int shmc_peek_holds(const void *base, uint64_t size, uint32_t *cursor, shmc_hold
     *n = 0;
     if (rc) return rc;
     for (uint32_t end = slice_end(*cursor, c.n_holds); *cursor < end && *n < cap; ++*cursor) {
-        if (c.holds[*cursor].kind == H_FREE) continue;
-        copy_record(&k, &c.holds[*cursor], sizeof k);
+        if (PEEK(&c.holds[*cursor].kind) == H_FREE) continue;
+        load_record(c.hdr, &k, &c.holds[*cursor], sizeof k);
         if (k.kind == H_FREE) continue;
         bool on_block = hold_on_block(k.kind);
         out[(*n)++] = (shmc_hold_info){.hold = *cursor, .gen = k.gen, .kind = k.kind, .slot = k.slot, .slot_gen = k.slot_gen, .deadline = k.deadline,
-            .block = on_block ? k.target : NIL, .chunk = !on_block ? k.target : k.target < c.n_blocks ? c.blocks[k.target].chunk : NIL};
+            .block = on_block ? k.target : NIL, .chunk = !on_block ? k.target : k.target < c.n_blocks ? PEEK(&c.blocks[k.target].chunk) : NIL};
     }
     return *cursor < c.n_holds ? SHMC_MORE : SHMC_OK;
 }
@@ -201,10 +190,16 @@ int shmc_peek_key(const void *base, uint64_t size, uint32_t ns, const uint8_t *k
     *n = 0;
     if (rc) return rc;
     if (ns >= c.n_namespaces || klen > SHMC_KEY_MAX) return SHMC_E_INVAL;
-    uint32_t i = *index_bucket(&c, index_hash(&c, ns, key, klen, ktype));
-    for (uint32_t steps = 0; i < c.n_chunks && steps < CHAIN && *n < cap; steps++, i = k.hnext) {   /* load <= 2, seeded */
-        copy_record(&k, &c.chunks[i], sizeof k);
-        if (k.flags && k.ns == ns && k.klen == klen && k.ktype == ktype && !memcmp(k.key, key, klen)) chunk_out(&c, i, &k, &out[(*n)++]);
+    const uint32_t *bucket = index_bucket(&c, index_hash(&c, ns, key, klen, ktype));
+    for (int tries = 0; tries < LOOK_TRIES; tries++) {    /* a chunk that moves to another chain meanwhile would hide those after it */
+        uint64_t seen = look_begin(c.hdr);
+        uint32_t i = PEEK(bucket);
+        *n = 0;
+        for (uint32_t steps = 0; i < c.n_chunks && steps < CHAIN && *n < cap; steps++, i = k.hnext) {   /* load <= 2, seeded */
+            load_record(c.hdr, &k, &c.chunks[i], sizeof k);
+            if (k.flags && k.ns == ns && k.klen == klen && k.ktype == ktype && !memcmp(k.key, key, klen)) chunk_out(&c, i, &k, &out[(*n)++]);
+        }
+        if (look_agrees(c.hdr, seen)) break;
     }
     return SHMC_OK;
 }
@@ -218,11 +213,17 @@ int shmc_peek_parts(const void *base, uint64_t size, uint32_t chunk, uint32_t ge
     *n = 0;
     if (rc) return rc;
     if (chunk >= c.n_chunks) return SHMC_E_INVAL;
-    uint32_t i = c.chunks[chunk].parts;
-    for (uint32_t steps = 0; i < c.n_blocks && steps < SHMC_PARTS_MAX && *n < cap; steps++, i = b.link_b) {
-        copy_record(&b, &c.blocks[i], sizeof b);
-        if (b.chunk != chunk || b.state == B_UNUSED || b.state == B_FREE) break;      /* it moved on: the rest is another list */
-        block_out(&c, i, &b, &out[(*n)++]);
+    const struct chunk *k = &c.chunks[chunk];
+    for (int tries = 0; tries < LOOK_TRIES; tries++) {
+        uint64_t seen = look_begin(c.hdr);
+        uint32_t i = PEEK(&k->parts);
+        *n = 0;
+        for (uint32_t steps = 0; i < c.n_blocks && steps < SHMC_PARTS_MAX && *n < cap; steps++, i = b.link_b) {
+            load_record(c.hdr, &b, &c.blocks[i], sizeof b);
+            if (b.chunk != chunk || b.state == B_UNUSED || b.state == B_FREE) break;      /* it moved on: the rest is another list */
+            block_out(&c, i, &b, &out[(*n)++]);
+        }
+        if (look_agrees(c.hdr, seen)) break;
     }
-    return c.chunks[chunk].gen == gen ? SHMC_OK : SHMC_E_NOT_FOUND;
+    return PEEK(&k->gen) == gen ? SHMC_OK : SHMC_E_NOT_FOUND;
 }

@@ -9,28 +9,28 @@
 static void fill(const struct header *h, const shmc_geometry *g, shmc_stats *s)
 {
     uint32_t shift = (uint32_t)__builtin_ctz(g->align);
-    memcpy(s->stat, h->stat, sizeof s->stat);
+    load_words(s->stat, h->stat, sizeof s->stat);
     s->capacity = g->capacity;
-    s->ready = (uint64_t)h->ready_grans << shift;
-    s->used = (uint64_t)h->used_grans << shift;
+    s->ready = (uint64_t)PEEK(&h->ready_grans) << shift;
+    s->used = (uint64_t)PEEK(&h->used_grans) << shift;
     s->free = s->ready - s->used;
     s->largest_free = (uint64_t)extent_largest(h) << shift;
-    s->evictable = (uint64_t)h->evictable_grans << shift;
-    s->pinned = (uint64_t)(h->linked_grans - h->evictable_grans) << shift;
-    s->chunks = h->linked;
-    s->complete = h->complete;
-    s->parts = h->parts;
-    s->blocks = h->blocks;
-    s->holds = h->holds;
-    s->attachments = h->slots;
-    s->namespaces = h->namespaces;
-    s->acquisitions = h->acquisitions;
-    s->contended = h->contended;
-    s->recoveries = h->recoveries;
-    s->max_hold_ns = h->max_hold_ns;
-    s->events = h->event_published;
-    s->clock = h->clock;
-    s->state = h->state;
+    s->evictable = (uint64_t)PEEK(&h->evictable_grans) << shift;
+    s->pinned = (uint64_t)(PEEK(&h->linked_grans) - PEEK(&h->evictable_grans)) << shift;
+    s->chunks = PEEK(&h->linked);
+    s->complete = PEEK(&h->complete);
+    s->parts = PEEK(&h->parts);
+    s->blocks = PEEK(&h->blocks);
+    s->holds = PEEK(&h->holds);
+    s->attachments = PEEK(&h->slots);
+    s->namespaces = PEEK(&h->namespaces);
+    s->acquisitions = PEEK(&h->acquisitions);
+    s->contended = PEEK(&h->contended);
+    s->recoveries = PEEK(&h->recoveries);
+    s->max_hold_ns = PEEK(&h->max_hold_ns);
+    s->events = PEEK(&h->event_published);
+    s->clock = PEEK(&h->clock);
+    s->state = PEEK(&h->state);
 }
 
 int shmc_stats_read(const void *base, uint64_t size, shmc_stats *out)
@@ -40,10 +40,9 @@ int shmc_stats_read(const void *base, uint64_t size, shmc_stats *out)
     int rc = shmc_validate(base, size, &g, NULL);
     if (rc) return rc;
     for (int tries = 0; tries < 1000; tries++) {
-        uint64_t before = __atomic_load_n(&h->seq, __ATOMIC_ACQUIRE);
+        uint64_t seen = look_begin(h);
         fill(h, &g, out);
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        out->exact = !(before & 1) && __atomic_load_n(&h->seq, __ATOMIC_RELAXED) == before;
+        out->exact = look_agrees(h, seen);
         if (out->exact) break;
     }
     return SHMC_OK;
@@ -57,10 +56,10 @@ int shmc_pins_read(const void *base, uint64_t size, uint32_t slot, uint64_t *own
     const struct hold *holds = (const void *)((const uint8_t *)base + shmc_holds_offset(&g));
     *own = *all = 0;
     for (uint32_t i = 0; i < g.max_holds; i++) {
-        uint16_t kind = __atomic_load_n(&holds[i].kind, __ATOMIC_RELAXED);
+        uint16_t kind = PEEK(&holds[i].kind);
         if (kind == H_FREE || hold_is_ref(kind)) continue;
         ++*all;
-        *own += __atomic_load_n(&holds[i].slot, __ATOMIC_RELAXED) == slot;
+        *own += PEEK(&holds[i].slot) == slot;
     }
     return SHMC_OK;
 }
@@ -81,9 +80,9 @@ int shmc_events_read(const void *base, uint64_t size, uint64_t since, shmc_event
         const struct event_rec *e = &ring[at & (g.n_events - 1)];
         struct event_rec r;
         uint64_t seq = __atomic_load_n(&e->seq, __ATOMIC_ACQUIRE);
-        memcpy(&r, e, sizeof r);
+        load_words(&r, e, sizeof r);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (seq != at || __atomic_load_n(&e->seq, __ATOMIC_RELAXED) != at) {   /* overtaken: all so far is older than a gap */
+        if (seq != at || PEEK(&e->seq) != at) {   /* overtaken: all so far is older than a gap */
             uint64_t now = __atomic_load_n(&h->event_published, __ATOMIC_ACQUIRE);
             uint64_t to = now > window && now - window > at ? now - window : at + 1;
             if (*n) break;                       /* hand out what came before the gap first */

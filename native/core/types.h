@@ -76,6 +76,53 @@ static inline bool bounded(struct core *c, uint32_t *n, uint32_t bound)
     return false;
 }
 
+/* Records that somebody reads without the lock, or writes while somebody may: whole words, each by a relaxed atomic,
+ * so that neither side is undefined and no compiler reads one twice. Which words belong together is the reader's to
+ * find out. Both ends are aligned to 4, `n` is a multiple of 4; words of 8 where all of it allows. */
+typedef uint32_t __attribute__((may_alias)) shared32;
+typedef uint64_t __attribute__((may_alias)) shared64;
+#define PEEK(p) __atomic_load_n((p), __ATOMIC_RELAXED)
+
+static inline void load_words(void *to, const void *from, size_t n)
+{
+    uint8_t *t = to;
+    if (!(((uintptr_t)from | n) & 7)) {
+        for (size_t i = 0; i < n / 8; i++) { uint64_t w = PEEK((const shared64 *)from + i); memcpy(t + 8 * i, &w, 8); }
+        return;
+    }
+    for (size_t i = 0; i < n / 4; i++) { uint32_t w = PEEK((const shared32 *)from + i); memcpy(t + 4 * i, &w, 4); }
+}
+
+static inline void store_words(void *to, const void *from, size_t n)
+{
+    const uint8_t *f = from;
+    if (!(((uintptr_t)to | n) & 7)) {
+        for (size_t i = 0; i < n / 8; i++) { uint64_t w; memcpy(&w, f + 8 * i, 8); __atomic_store_n((shared64 *)to + i, w, __ATOMIC_RELAXED); }
+        return;
+    }
+    for (size_t i = 0; i < n / 4; i++) { uint32_t w; memcpy(&w, f + 4 * i, 4); __atomic_store_n((shared32 *)to + i, w, __ATOMIC_RELAXED); }
+}
+
+/* A reader's transaction: `look_begin`, loads, then `look_agrees` says whether all of them are of one instant between
+ * two transactions. The writer's side is in journal.c: an odd number, a release fence, its stores, a release store. */
+static inline uint64_t look_begin(const struct header *h) { return __atomic_load_n(&h->seq, __ATOMIC_ACQUIRE); }
+static inline bool look_agrees(const struct header *h, uint64_t seen)
+{
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return !(seen & 1) && PEEK(&h->seq) == seen;
+}
+
+/* load_record -- of one instant, after a few tries; beside a holder that is stopped half way, as it stands. */
+enum { LOOK_TRIES = 8 };
+static inline void load_record(const struct header *h, void *to, const void *from, size_t n)
+{
+    for (int i = 0; i < LOOK_TRIES; i++) {
+        uint64_t seen = look_begin(h);
+        load_words(to, from, n);
+        if (look_agrees(h, seen)) return;
+    }
+}
+
 /* An always-on check that a caller's path is sound; failing means damage, never an abort. */
 #define SOUND(c, cond, why) do { if (__builtin_expect(!((cond) && (why)), 0)) (c)->bad = true; } while (0)
 

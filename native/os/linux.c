@@ -57,21 +57,25 @@ static void child_begins(void)
 
 static void fork_init(void)
 {
-    void *p = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint64_t *p = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED || madvise(p, 4096, MADV_WIPEONFORK)) abort();  /* Linux < 4.14: not supported */
-    word = p;
-    __atomic_store_n(word, generation, __ATOMIC_RELEASE);
+    *p = generation;
+    __atomic_store_n(&word, p, __ATOMIC_RELEASE);     /* last: a thread that sees it empty takes itself for a clone */
     pthread_atfork(NULL, NULL, child_begins);
 }
 
 uint64_t os_generation(void)
 {
-    if (__builtin_expect(!word, 0)) pthread_once(&once, fork_init);
-    uint64_t w = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    uint64_t *page = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+    if (__builtin_expect(!page, 0)) {
+        pthread_once(&once, fork_init);
+        page = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+    }
+    uint64_t w = __atomic_load_n(page, __ATOMIC_ACQUIRE);
     if (__builtin_expect(w != 0, 1)) return w;
     /* a child made by raw clone, which runs no atfork handler: its threads agree on the next generation */
     uint64_t next = generation + 1, none = 0;
-    if (__atomic_compare_exchange_n(word, &none, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    if (__atomic_compare_exchange_n(page, &none, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
         generation = next;
         return next;
     }

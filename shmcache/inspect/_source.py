@@ -10,29 +10,12 @@ import os
 import stat
 
 from .. import _shmfs
-from .._control import Control
-from .._core import ffi, lib
+from .._control import Control, CopiedControl
+from .._core import lib
 from .._handshake import noted_pid, permission_error
 from .._names import check_name, control_name, path_of
 from ..errors import SegmentCorruptError
 from ._stop import Exit, Stop
-
-
-class _Copied(Control):
-    """A control file's bytes in this process's own memory."""
-
-    def __init__(self, data: bytearray) -> None:
-        self._data = data
-        self.size = len(data)
-        self.base = ffi.cast("void *", ffi.from_buffer(data)) if data else ffi.NULL
-        self.geometry = ffi.new("shmc_geometry *")
-        self.identity = ffi.new("shmc_identity *")
-        self.status = lib.SHMC_E_NOT_READY
-        if data:
-            self.revalidate()
-
-    def close(self) -> None:
-        pass  # with the last reference
 
 
 def open_live(name: str) -> tuple[Control, bool]:
@@ -87,7 +70,7 @@ def open_copy(path: str) -> Control:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise Stop(Exit.NOT_A_SEGMENT, f"{path} is no regular file; give a copy of /dev/shm/shmcache.NAME")
         with open(path, "rb") as f:
-            control = _Copied(bytearray(f.read()))
+            control = CopiedControl(bytearray(f.read()))
     except FileNotFoundError:
         raise Stop(Exit.NOT_FOUND, f"there is no file {path}") from None
     except PermissionError as e:

@@ -1,8 +1,7 @@
-"""Programs of this folder are built once per session and set of flags."""
+"""Programs of this folder are built once per session and set of flags. A warning is an error."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("crash-build")
 
     def make(program: str, *flags: str, cc: str | None = None) -> Path:
-        name = hashlib.sha256("\0".join([program, cc or "", *flags]).encode()).hexdigest()[:12]
-        return crash_build.build(folder / name, program, flags, cc)
+        return crash_build.build(folder, program, crash_build.WARNINGS + flags, cc)
 
     return make

@@ -34,7 +34,7 @@ shmc_stats stats(void)
     return s;
 }
 
-static const struct unit *const SUITES[] = {UNIT_EXTENTS, UNIT_KEYS, UNIT_HOLDS, UNIT_POLICY, UNIT_SHARING, UNIT_DAMAGE};
+static const struct unit *const SUITES[] = {UNIT_EXTENTS, UNIT_KEYS, UNIT_HOLDS, UNIT_POLICY, UNIT_SHARING, UNIT_DAMAGE, UNIT_LATE};
 
 int main(int argc, char **argv)
 {

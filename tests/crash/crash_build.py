@@ -1,7 +1,8 @@
-"""Compiles the C tests of this folder together with the core's sources, once per set of flags."""
+"""Compiles the C tests of this folder together with the core's sources, each file once per set of flags."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ PROGRAMS = {
     "crash_points": ("world", "digest", "worlds", "cases", "crash_points"),
     "core_unit": (
         *("world", "digest", "core_unit", "unit_extents", "unit_keys", "unit_holds"),
-        *("unit_policy", "unit_sharing", "unit_damage"),
+        *("unit_policy", "unit_sharing", "unit_damage", "unit_late"),
     ),
     "soak": ("world", "digest", "soak"),
     "threads": ("world", "digest", "threads"),
@@ -43,8 +44,8 @@ def sources(program: str) -> list[Path]:
 
 
 def compiler() -> str:
-    """The system's C compiler: $CC, cc, gcc or clang."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+    """The system's C compiler: $CC, gcc, clang or cc."""
+    for name in (os.environ.get("CC"), "gcc", "clang", "cc"):
         if name and shutil.which(name):
             return name
     raise SystemExit("no C compiler: install gcc or clang, or set CC")
@@ -55,6 +56,8 @@ def compile_all(folder: Path, files: Iterable[Path], flags: tuple[str, ...], cc:
 
     def one(source: Path) -> Path:
         out = folder / f"{source.parent.name}-{source.stem}.o"
+        if out.exists():
+            return out
         command = [cc, "-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-pthread", *flags, "-c", str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
@@ -67,8 +70,9 @@ def compile_all(folder: Path, files: Iterable[Path], flags: tuple[str, ...], cc:
 
 
 def build(folder: Path, program: str, flags: tuple[str, ...] = (), cc: str | None = None) -> Path:
-    """The executable of `program`, compiled into `folder`."""
+    """The executable of `program`, compiled into a folder of its flags in `folder`."""
     cc = cc or compiler()
+    folder /= hashlib.sha256("\0".join([cc, *flags]).encode()).hexdigest()[:12]
     exe = folder / program
     if not exe.exists():
         objects = compile_all(folder, sources(program), flags, cc)

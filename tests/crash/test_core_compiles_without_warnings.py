@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import crash_build
 import pytest
 
+Built = Callable[..., Path]
+PROGRAMS = [(program, ()) for program in crash_build.PROGRAMS] + [("crash_points", crash_build.CRASH_POINTS)]
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda p: " with ".join([p[0], *p[1]]))
+def program(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
+    return request.param
+
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("flags", [(), crash_build.CRASH_POINTS], ids=["plain", "crash points"])
+def test_no_warning_of_gcc(built: Built, program: tuple[str, tuple[str, ...]]) -> None:
+    """What the other tests build is built so."""
+    if not shutil.which("gcc"):
+        pytest.skip("gcc is not installed")
+    assert built(program[0], *program[1], cc="gcc").exists()
+
+
+@pytest.mark.timeout(300)
+def test_no_warning_of_clang(tmp_path: Path, program: tuple[str, tuple[str, ...]]) -> None:
+    if not shutil.which("clang"):
+        pytest.skip("clang is not installed")
+    flags = (*crash_build.WARNINGS, *program[1], "-fsyntax-only")
+    crash_build.compile_all(tmp_path, crash_build.sources(program[0]), flags, "clang")
+
+
 @pytest.mark.parametrize("cc", ["gcc", "clang"])
-def test_no_warning(tmp_path: Path, cc: str, flags: tuple[str, ...]) -> None:
+def test_a_warning_is_an_error(tmp_path: Path, cc: str) -> None:
     if not shutil.which(cc):
         pytest.skip(f"{cc} is not installed")
-    programs = {"crash_points"} if flags else {"core_unit", "soak", "threads"}
-    tests = {name for program in programs for name in crash_build.PROGRAMS[program]}
-    files = crash_build.core_sources() + [crash_build.HERE / f"{name}.c" for name in sorted(tests)]
-    crash_build.compile_all(tmp_path, files, crash_build.WARNINGS + flags, cc)
+    source = tmp_path / "narrow.c"
+    source.write_text("int f(long x);\nint f(long x) { return x; }\n")
+    with pytest.raises(RuntimeError, match=r"conversion|precision"):
+        crash_build.compile_all(tmp_path, [source], (*crash_build.WARNINGS, "-fsyntax-only"), cc)

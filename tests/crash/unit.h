@@ -4,7 +4,7 @@
 #include "world.h"
 
 struct unit { const char *promise; void (*run)(void); };
-extern const struct unit UNIT_EXTENTS[], UNIT_KEYS[], UNIT_HOLDS[], UNIT_POLICY[], UNIT_SHARING[], UNIT_DAMAGE[];
+extern const struct unit UNIT_EXTENTS[], UNIT_KEYS[], UNIT_HOLDS[], UNIT_POLICY[], UNIT_SHARING[], UNIT_DAMAGE[], UNIT_LATE[];
 
 /* How much random work the tests do: 1 under valgrind and the sanitizers, more otherwise. */
 extern uint32_t effort;

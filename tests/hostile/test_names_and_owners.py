@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -183,3 +184,55 @@ def test_a_umask_of_077_or_0_changes_no_mode(name, in_child):
                 cache.unlink()
 
     in_child(test)
+
+
+def test_a_file_of_another_user_that_shrinks_ends_nobody_who_lists(name, in_child):
+    """Mapped, a file that its owner truncates is a SIGBUS for whoever reads it."""
+    need_root()
+    path = Path(f"/dev/shm/shmcache.{name}")
+    with small(name, MIB):
+        whole = path.read_bytes()
+
+    def test() -> None:
+        owner = os.fork()
+        if owner == 0:
+            become(SOMEBODY)
+            signal.alarm(30)
+            while True:
+                os.truncate(path, 0)
+                path.write_bytes(whole)
+        try:
+            watch, seen = Stopwatch(), set()
+            while watch.seconds < 1.5:
+                seen |= {s.state for s in shmcache.segments() if s.name == name}
+            assert seen <= {"ready", "half-made", "foreign", "corrupt"}
+        finally:
+            os.kill(owner, signal.SIGKILL)
+            os.waitpid(owner, 0)
+        path.write_bytes(whole)
+        assert [s.state for s in shmcache.segments() if s.name == name] == ["ready"]
+
+    path.chmod(0o644)
+    os.chown(path, SOMEBODY, SOMEBODY)
+    try:
+        in_child(test)
+    finally:
+        os.chown(path, os.geteuid(), os.getegid())
+        shmcache.unlink(name, force=True)
+
+
+def test_a_fifo_that_comes_between_look_and_open_blocks_nobody(name, monkeypatch):
+    """Whoever may write to the folder can change what is there after it was looked at."""
+    path = Path(f"/dev/shm/shmcache.{name}")
+    regular = os.lstat(__file__)
+    lstat = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda p, **more: regular if str(p) == str(path) else lstat(p, **more))
+    os.mkfifo(path)
+    try:
+        watch = Stopwatch()
+        with pytest.raises(SegmentCorruptError, match="no regular file"):
+            shmcache.attach(name)
+        assert [s.state for s in shmcache.segments() if s.name == name] == ["foreign"]
+        assert watch.seconds < PROMPT
+    finally:
+        path.unlink()

@@ -14,7 +14,7 @@ TABLES = ["attach.c", "chunks.c", "events.c", "extents.c", "holds.c", "index.c",
 
 ASSIGN = re.compile(r"->[\w.\[\]]+\s*(?:[-+|&^]?=(?!=)|\+\+|--)")
 HEADER = re.compile(r"(?:hdr|h->core\.hdr|c->hdr)->[\w.\[\]]+\s*(?:[-+|&^]?=(?!=)|\+\+|--)")
-COPY = re.compile(r"\bmem(?:cpy|set)\(\s*(?:\([^)]*\)\s*)?(?:[a-z]->|c->hdr)")
+COPY = re.compile(r"\b(?:memcpy|memset|store_words)\(\s*(?:\([^)]*\)\s*)?(?:[a-z]->|c->hdr)")
 PRIVATE = re.compile(r"(?:report|c)->(?:slots|holds|blocks|wake|frees|items|words|bad|tx_op)\b\s*(?:\+\+|\|?=)")
 DECLARES = re.compile(r"^\s*(?:const |uint|struct |bool |enum )")
 
@@ -61,4 +61,4 @@ def test_the_api_changes_no_header_field_silently() -> None:
 @pytest.mark.parametrize("code", ["    k->held = 3;", "    chunk_at(c, i)->held++;", "    hdr->used |= 1;"])
 def test_the_lint_sees_a_raw_store(code: str) -> None:
     assert ASSIGN.search(code) and not PRIVATE.search(code)
-    assert COPY.search("memcpy(k->key, key, 3);")
+    assert COPY.search("memcpy(k->key, key, 3);") and COPY.search("store_words(k->key, padded, 64);")

@@ -17,6 +17,8 @@ from typing import Any
 
 from linear_model import (
     ABORT,
+    ALLOCATE,
+    BUMP,
     CLEAR,
     GET,
     HAS,
@@ -83,6 +85,8 @@ class Notes:
                 found.append((key, Op(call, ret, what, result, who, optional=kind == CLEAR)))
             else:
                 assert killed, f"worker {who} left a call unfinished"
+                if kind == ALLOCATE:
+                    continue  # whatever it got, nobody will put it
                 found.append((key, Op(call, killed[1], what, None, who, optional=True)))
             if kind == RESERVE and (not ret or result == WRITE):
                 reserved = (key, part, tag)
@@ -143,6 +147,7 @@ class Worker:
     def run(self, enough: Callable[[], bool]) -> None:
         moves = [self.put] * 5 + [self.get] * 5 + [self.reserve] * 4 + [self.lookup] * 3 + [self.remove] * 3
         moves += [self.contains] * 2 + [self.put_many, self.get_many, self.pin, self.reap, self.clear, self.linger]
+        moves += [self.bump]
         while not enough() and not self.notes.full:
             move, key, part = self.dice.choice(moves), self.dice.randrange(self.keys), self.dice.randrange(PARTS)
             move(key, part, self.dice.random())
@@ -159,7 +164,9 @@ class Worker:
     def fresh(self, key: int, part: int) -> tuple[Any, int]:
         """An object with bytes of its own, or None where a small arena is full of what is held."""
         tag = next(self.tags)
+        at = self.notes.begin(ALLOCATE, key, part, tag)
         obj = self.kv.allocate(size_of(tag))
+        self.notes.end(at, Notes.VOID if obj is None else 0)
         if obj is not None:
             write(obj, key, part, tag)
         return obj, tag
@@ -284,6 +291,13 @@ class Worker:
         if chance < 0.04:
             at = [self.notes.begin(CLEAR, k, part) for k in range(self.keys)]
             self.kv.clear()
+            for a in at:
+                self.notes.end(a, 0)
+
+    def bump(self, key: int, part: int, chance: float) -> None:
+        if chance < 0.3:
+            at = [self.notes.begin(BUMP, k, part) for k in range(self.keys)]
+            self.kv.bump()
             for a in at:
                 self.notes.end(a, 0)
 

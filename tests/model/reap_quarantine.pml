@@ -92,7 +92,13 @@ inline condemn(i) {
 #endif
         if
         :: state[i] == REAPING
-        :: else -> state[i] = (judged == GONE -> REAPING : QUARANTINE)
+#ifndef BUG_STATE_NOT_COMPARED
+        :: state[i] != REAPING && st == REAPING -> more = false     /* half of it was read of another time */
+        :: state[i] != REAPING && st != REAPING ->
+#else
+        :: else ->
+#endif
+            state[i] = (judged == GONE -> REAPING : QUARANTINE)
         fi
     fi
 }
@@ -122,7 +128,8 @@ inline note_leaving(i) {
 
 /* One slot as others see it: what is read without the lock may be half done. */
 inline reap_slot(i) {
-    atomic { st = state[i]; g = gen[i] };
+    st = state[i];
+    g = gen[i];
     if
     :: st != FREE ->
         atomic {

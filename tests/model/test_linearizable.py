@@ -2,7 +2,6 @@
 
 A killed worker's last call may or may not have happened, but not after its death; what it had reserved
 ends when somebody reaps it. `SHMCACHE_LINEAR_SEED` repeats a choice of calls (not their times).
-Left out: `bump`, whose generation belongs to all keys together.
 """
 
 from __future__ import annotations

@@ -8,8 +8,25 @@ from collections.abc import Hashable
 from typing import Any
 
 import pytest
-from linear_model import ABORT, EMPTY, GET, HAS_ALL, LOOKUP, PENDING, PUT, REAPED, REMOVE, RESERVE, WRITE, step
+from linear_model import (
+    ABORT,
+    ALLOCATE,
+    BUMP,
+    GET,
+    HAS_ALL,
+    LOOKUP,
+    NONE,
+    PENDING,
+    PUT,
+    REAPED,
+    REMOVE,
+    RESERVE,
+    WRITE,
+    step,
+)
 from linearize import NotLinearizable, Op, check
+
+START: Any = (NONE, NONE, frozenset(range(3000)))  # as if all were allocated before
 
 
 def op(call: int, ret: int, kind: int, result: int | None, *, part: int = 0, tag: int = 0, **more: Any) -> Op:
@@ -18,7 +35,7 @@ def op(call: int, ret: int, kind: int, result: int | None, *, part: int = 0, tag
 
 def refused(*ops: Op) -> bool:
     try:
-        check(ops, EMPTY, step)
+        check(ops, START, step)
     except NotLinearizable:
         return True
     return False
@@ -45,6 +62,16 @@ GOOD = {
     ],
     "a chunk is complete with its last part": [
         op(0, 1, PUT, 1, tag=7), op(2, 3, HAS_ALL, 0), op(4, 5, PUT, 1, part=1, tag=8), op(6, 7, LOOKUP, 8, part=1),
+    ],
+    "what was allocated before a bump is not stored": [
+        op(0, 1, BUMP, 0), op(2, 3, ALLOCATE, 0, tag=7), op(4, 5, BUMP, 0), op(6, 7, PUT, 0, tag=7), op(8, 9, GET, 0),
+    ],
+    "a bump beside a put comes before or after it": [
+        op(0, 1, BUMP, 0), op(2, 3, ALLOCATE, 0, tag=7), op(4, 9, PUT, 1, tag=7), op(5, 8, BUMP, 0), op(10, 11, GET, 0),
+    ],
+    "a bump ends a reservation": [
+        op(0, 1, RESERVE, WRITE, tag=7), op(2, 3, BUMP, 0), op(4, 5, RESERVE, WRITE, tag=8), op(6, 7, PUT, 0, tag=7),
+        op(8, 9, PUT, 1, tag=8), op(10, 11, GET, 8),
     ],
 }  # fmt: skip
 
@@ -75,6 +102,11 @@ BAD = {
         op(0, 1, RESERVE, WRITE, tag=7), op(2, 5, REAPED, None, tag=7, silent=True),
         op(6, 7, RESERVE, WRITE, tag=8), op(8, 9, RESERVE, WRITE, tag=9),
     ],
+    "there still after a bump": [op(0, 1, PUT, 1, tag=7), op(2, 3, BUMP, 0), op(4, 5, GET, 7)],
+    "stored although outdated": [op(0, 1, BUMP, 0), op(2, 3, PUT, 1, tag=7)],
+    "reserved, and outdated at once": [
+        op(0, 1, BUMP, 0), op(2, 3, RESERVE, WRITE, tag=7), op(4, 5, PUT, 0, tag=7),
+    ],
     "a lookup finds half a chunk": [op(0, 1, PUT, 1, tag=7), op(2, 3, LOOKUP, 7)],
 }  # fmt: skip
 
@@ -91,7 +123,7 @@ def test_it_refuses(case: str) -> None:
 
 def test_it_says_where() -> None:
     with pytest.raises(NotLinearizable, match=r"no place for Op\(call=2, ret=3"):
-        check(BAD["a get misses what was put before"], EMPTY, step)
+        check(BAD["a get misses what was put before"], START, step)
 
 
 def by_all_orders(ops: list[Op]) -> bool:
@@ -101,7 +133,7 @@ def by_all_orders(ops: list[Op]) -> bool:
             for order in itertools.permutations([o for o in ops if o not in left_out]):
                 if any(b.ret < a.call for a, b in itertools.combinations(order, 2)):
                     continue
-                state: Hashable | None = EMPTY
+                state: Hashable | None = START
                 for o in order:
                     state = step(state, o)
                     if state is None:
@@ -133,7 +165,7 @@ def test_one_wrong_answer_in_a_long_history_is_found() -> None:
     dice = random.Random(2)
     found = 0
     for _ in range(20):
-        state: Any = EMPTY
+        state: Any = START
         ops = []
         for i in range(1, 400):
             kind, part = dice.choice([PUT, PUT, GET, GET, GET, REMOVE, HAS_ALL, LOOKUP]), dice.randrange(2)
