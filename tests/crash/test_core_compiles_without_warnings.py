@@ -10,7 +10,7 @@ import crash_build
 import pytest
 
 Built = Callable[..., Path]
-PROGRAMS = [(program, ()) for program in crash_build.PROGRAMS] + [("crash_points", crash_build.CRASH_POINTS)]
+PROGRAMS = [(p, crash_build.CRASH_POINTS if p == "crash_points" else ()) for p in crash_build.PROGRAMS]
 
 
 @pytest.fixture(params=PROGRAMS, ids=lambda p: " with ".join([p[0], *p[1]]))
