@@ -98,6 +98,7 @@ class Finding(Calls):
             self._part(part)
         n = packed.n
         if not n:
+            self.cache._attached("get_many")
             return []
         while True:
             a = self.cache._attachment
@@ -156,6 +157,8 @@ class Finding(Calls):
         n = _new(U32)
         which = -1 if part is None else self._part(part)
         ns = self._lease if lease is None else lease_ns(lease)
+        if not packed.n:
+            self.cache._attached("leading")
         while packed.n:
             a = self.cache._attachment
             rc = lib.shmc_leading(a.handle, self._index, packed.c, which, lib.SHMC_F_PIN if pin else 0, ns, n)
@@ -195,6 +198,8 @@ class Finding(Calls):
     def touch(self, keys: Iterable[Key]) -> None:
         """Count a use of each key, last first, so that the first is hottest. Absent keys are skipped."""
         packed = pack(keys)
+        if not packed.n:
+            self.cache._attached("touch")
         while packed.n:
             a = self.cache._attachment
             rc = lib.shmc_touch(a.handle, self._index, packed.c)

@@ -90,7 +90,10 @@ class Storing(Calls):
         if not isinstance(n, int) or n < 0:
             raise ValueError(f"n is {n!r}: how many objects, at least 0")
         layout = layout_of(shape, dtype, fmt)
-        return take_memory(self, layout, n, evict, timeout) if n else []
+        if not n:
+            self.cache._attached("allocate_many")
+            return []
+        return take_memory(self, layout, n, evict, timeout)
 
     def put(
         self, key: Key, obj: MemoryObj, *, part: int = 0, parent: Key | None = None, after: EventLike | None = None
@@ -199,9 +202,9 @@ class Storing(Calls):
         objs = list(objs)
         if len(objs) != packed.n:
             raise ValueError(f"put_many: {packed.n} keys and {len(objs)} objects")
+        self._check_puttable(objs)
         if not objs:
             return []
-        self._check_puttable(objs)
         holds = [obj._holds[0] for obj in objs]
         before = None if parent is None else pack([parent])
         if after is not None:

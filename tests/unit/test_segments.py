@@ -307,6 +307,7 @@ def test_a_closed_cache_says_so_and_views_stay_mapped(name: str) -> None:
     tensor = obj.tensor
     assert tensor is not None
     tensor.fill_(3)
+    ns = cache.namespace("other")
     cache.close()
     cache.close()
     assert cache.closed
@@ -323,6 +324,9 @@ def test_a_closed_cache_says_so_and_views_stay_mapped(name: str) -> None:
         lambda: cache.keys(),
         lambda: cache.put("k", obj),
         lambda: cache.__enter__(),
+        *(lambda call=call: call([]) for call in (ns.lookup, ns.leading, ns.touch, ns.get_many, ns.pin_many)),
+        lambda: ns.put_many([], []),
+        lambda: ns.allocate_many(10, n=0),
     ):
         with pytest.raises(shmcache.SegmentClosedError, match=name):
             call()
