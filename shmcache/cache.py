@@ -26,6 +26,7 @@ __all__ = ["SharedCache"]
 _IN_FLIGHT_SECONDS = 2.0  # close waits for this process's own calls so long
 _DEFERRED_SECONDS = 5.0  # and for deferred releases and puts
 _VERIFY_TEXT = 1 << 16
+_LONGEST_LOCK_TIMEOUT = 1e6
 
 _open_caches: weakref.WeakSet[SharedCache] = weakref.WeakSet()
 
@@ -47,8 +48,13 @@ class SharedCache(DefaultMethods):
         self, request: Request, *, how: _segment.How, on_incompatible: _segment.OnIncompatible = "error",
         timeout: float = 10.0, lock_timeout: float = 1.0, label: str | None = None, rank: int | None = None,
     ) -> None:  # fmt: skip
-        if not timeout >= 0 or not lock_timeout > 0:
-            raise ValueError(f"timeout is {timeout!r}, lock_timeout {lock_timeout!r}: seconds, the second more than 0")
+        if not timeout >= 0 or not 0 < lock_timeout <= _LONGEST_LOCK_TIMEOUT:
+            raise ValueError(
+                f"timeout is {timeout!r}, lock_timeout {lock_timeout!r}: seconds, the second more than 0 and at most "
+                f"{_LONGEST_LOCK_TIMEOUT:g}"
+            )
+        if not isinstance(label, str | None):
+            raise ValueError(f"label is {label!r}: a str, or None")
         if on_incompatible not in ("error", "replace"):
             raise ValueError(f"on_incompatible is {on_incompatible!r}: 'error' or 'replace'")
         if rank is not None and (not isinstance(rank, int) or not 0 <= rank < 1 << 31):

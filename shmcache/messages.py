@@ -123,6 +123,7 @@ class BatchedMessageSender:
         """
         if os.getpid() != self._pid:
             return True
+        timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
             self._flushers += 1
             self._changed.notify_all()
@@ -262,7 +263,7 @@ class SegmentMessages(BatchedMessageSender):
         """Also what has just happened; where the segment fails, which is logged, what was known before."""
         if not self._ended.is_set() and not self._cache.closed and os.getpid() == self._pid:
             try:
-                self._poll(timeout)
+                self._poll(min(max(0.0, timeout), threading.TIMEOUT_MAX))
             except (ShmCacheError, OSError) as e:
                 _log.warning("messages of %s: what has just happened is not known: %s", self._cache.name, e)
         return super().flush(timeout)

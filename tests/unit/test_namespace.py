@@ -205,6 +205,22 @@ def test_a_waiter_gets_what_another_thread_frees(cache: shmcache.SharedCache) ->
     timer.join()
 
 
+@pytest.mark.parametrize("timeout", [None, float("inf")])
+def test_a_wait_without_an_end_ends_with_what_it_waits_for(cache: shmcache.SharedCache, timeout: float | None) -> None:
+    held = cache.default.allocate_many(GRAN, None, 64)
+    timer = threading.Timer(0.2, held[7].release)
+    timer.start()
+    assert cache.allocate(GRAN, timeout=timeout) is not None
+    timer.join()
+    held[8].release()
+    writer, other = (cache.reserve("k", GRAN) for _ in range(2))
+    timer = threading.Timer(0.2, writer.put)
+    timer.start()
+    got = other.wait() if timeout is None else other.wait(timeout)
+    assert got is not None
+    timer.join()
+
+
 def test_a_batch_is_all_or_nothing(cache: shmcache.SharedCache) -> None:
     held = cache.default.allocate_many(GRAN, None, 40)
     assert cache.default.allocate_many(GRAN, None, 25) is None

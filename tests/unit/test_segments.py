@@ -83,7 +83,10 @@ def test_bad_names_are_value_errors(bad: object) -> None:
         {"capacity": SMALL, "on_incompatible": "ignore"},
         {"capacity": SMALL, "timeout": -1},
         {"capacity": SMALL, "lock_timeout": 0},
+        {"capacity": SMALL, "lock_timeout": float("inf")},
         {"capacity": SMALL, "rank": -3},
+        {"capacity": SMALL, "label": 7},
+        {"capacity": SMALL, "label": b"engine"},
     ],
     ids=str,
 )
