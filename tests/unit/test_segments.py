@@ -72,7 +72,8 @@ def test_bad_names_are_value_errors(bad: object) -> None:
         {"capacity": SMALL, "align": 32},
         {"capacity": SMALL, "align": 4 << 20},
         {"capacity": SMALL, "region_bytes": 100},
-        {"capacity": SMALL, "region_bytes": 65536 + 1},
+        {"capacity": SMALL, "region_bytes": 65535},
+        {"capacity": SMALL, "region_bytes": 65536, "align": 131072},
         {"capacity": SMALL, "policy": "best"},
         {"capacity": SMALL, "max_chunks": 0},
         {"capacity": SMALL, "max_attachments": 0},
@@ -179,11 +180,15 @@ def test_files_have_exactly_the_mode_whatever_the_umask(name: str) -> None:
         (SMALL, 3 * 65536, 512),
         (6 << 20, 2 << 20, 1 << 20),
         (4096, 4096, 4096),
+        (SMALL, 100_000, 4096),
+        (SMALL, 65536 + 1, 64),
+        (6 << 20, (3 << 20) - 1, 2 << 20),
     ],
 )
 def test_any_geometry_is_sound(name: str, capacity: int, region_bytes: int, align: int) -> None:
     with shmcache.create(name, capacity, region_bytes=region_bytes, align=align, prefault="wait") as cache:
         assert cache.stats().bytes.ready == capacity
+        shmcache.open(name, capacity=capacity, region_bytes=region_bytes).close()
         taken = []
         while (obj := cache.default.allocate(align)) is not None:
             obj.byte_array[:] = bytes([len(taken) % 251]) * align
