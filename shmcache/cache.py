@@ -311,6 +311,8 @@ class SharedCache(DefaultMethods):
         since
             `next` of the last result; None reads all that the segment still knows.
         """
+        if since is not None and (not isinstance(since, int) or not 0 <= since < 1 << 64):
+            raise ValueError(f"since is {since!r}: `next` of the last result, or None")
         a = self._attached("events")
         found = read_events(a.base, a.size, since or 0, self._namespace_name)
         if since is None:

@@ -518,6 +518,9 @@ def test_events_tell_what_came_and_went_and_by_whom(cache: shmcache.SharedCache)
         store(cache.default, i + 1000, size=64)
     late = cache.events(start.next)
     assert late.lost > 0 and late[-1].key == 3999
+    for never in (-1, 1 << 64, "first", 1.5):
+        with pytest.raises(ValueError, match="since"):
+            cache.events(never)  # type: ignore[arg-type]
 
 
 def test_threads_may_call_at_once(cache: shmcache.SharedCache) -> None:
