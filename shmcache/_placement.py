@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _SCHEMA = "lmcache/1"
 _TAG = "lmcache.tag."
 
-_ABSENT_SECONDS = 1.0  # another process may make it meanwhile
 _MOST_ABSENT = 4096
 _contains_one = lib.shmc_contains_one
 _get_one = lib.shmc_get_one
@@ -142,7 +140,7 @@ class Placement:
         self._lease = lease
         self._ranks = ranks
         self._digest = digest
-        self._absent: dict[Any, float] = {}  # no such namespace, until then
+        self._absent: dict[Any, tuple[str, int]] = {}  # its name, and how many others there were
         self._is_mine: dict[str, bool] = {}
         self.routes: dict[Any, Route] = {}  # by what `identity` says of a key
         self._by_name: dict[str, Route] = {}
@@ -165,13 +163,14 @@ class Placement:
         """The route of a key; None when its namespace is not there yet."""
         who = self.identity(key)
         route = self.routes.get(who)
-        if route is None and self._absent.get(who, 0.0) <= time.monotonic():
-            name = _name_of(self._facts(key))
-            if name in self._by_name or self._pool.cache.has_namespace(name):
+        if route is None:
+            name, n = self._absent.get(who) or (_name_of(self._facts(key)), 0)
+            is_there, n = self._pool.cache.find_namespace(name, max(0, n - 1))
+            if is_there:
                 return self.make_way(key)
             if len(self._absent) >= _MOST_ABSENT:
                 self._absent.clear()
-            self._absent[who] = time.monotonic() + _ABSENT_SECONDS
+            self._absent[who] = name, n
         return route
 
     def make_way(self, key: Any) -> Route:

@@ -242,16 +242,21 @@ class SharedCache(DefaultMethods):
         n = self._attached("namespaces").mapping.geometry.max_namespaces
         return [info for info in map(self._namespace_at, range(n)) if info is not None]
 
-    def has_namespace(self, name: str) -> bool:
-        """Whether there is one of this name; takes no lock."""
+    def find_namespace(self, name: str, start: int = 0) -> tuple[bool, int]:
+        """Whether one of this name is at place `start` or after it, and how many there are; takes no lock.
+
+        None is ever removed, so that who looked before goes on from that number; less one, since the last
+        may be of a process that died while making it, and then another's comes in its place.
+        """
         raw = name.encode("utf-8", "surrogatepass")
         out = ffi.new("shmc_namespace_info *")
-        for index in range(self._attached("namespaces").mapping.geometry.max_namespaces):
-            a = self._attachment
-            there = lib.shmc_namespace_at(a.handle, index, out) == 0 and out.name_len == len(raw)
-            if there and bytes(ffi.buffer(out.name)[0 : len(raw)]) == raw:
-                return True
-        return False
+        handle = self._attached("namespaces").handle
+        n = start
+        while lib.shmc_namespace_at(handle, n, out) == 0:
+            if out.name_len == len(raw) and bytes(ffi.buffer(out.name)[0 : len(raw)]) == raw:
+                return True, n
+            n += 1
+        return False, n
 
     def _namespace_at(self, index: int) -> NamespaceInfo | None:
         out = ffi.new("shmc_namespace_info *")

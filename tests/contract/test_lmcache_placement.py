@@ -454,6 +454,40 @@ def test_a_handle_lists_what_others_put_under_tags(make: Setup) -> None:
     assert two.clear() == 16 and one.get_keys() == []
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"request_configs": {"lmcache.tag.u": "ann"}},
+        {"model_name": "another"},
+        {"dtype": torch.float16},
+        {"world": 2, "worker": 1},
+    ],
+    ids=str,
+)
+def test_a_miss_is_one_only_until_somebody_puts(make: Setup, fields: dict[str, Any]) -> None:
+    """Also where the namespace was not there when it was first asked for, and others came meanwhile."""
+    one, two = make(), make()
+    key, other = make.key(1, **fields), make.key(1, request_configs={"lmcache.tag.u": "bob"})
+    for _ in range(2):
+        assert not two.contains(key) and two.get_blocking(key) is None and two.batched_contains([key]) == 0
+    make.put(one, other)
+    assert not two.contains(key)
+    make.put(one, key)
+    assert two.contains(key) and two.batched_contains([key]) == 1 and two.pin(key) and two.unpin(key)
+
+
+def test_a_namespace_whose_maker_died_half_way_hides_no_other(make: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader may see one that is rolled back then, and whose place goes to another."""
+    one, two = make(), make()
+    key = make.key(1, request_configs={"lmcache.tag.u": "ann"})
+    real = shmcache.SharedCache.find_namespace
+    monkeypatch.setattr(shmcache.SharedCache, "find_namespace", lambda *args: (False, real(*args)[1] + 1))
+    assert not two.contains(key)
+    monkeypatch.undo()
+    make.put(one, key)
+    assert two.contains(key)
+
+
 # ---- pages ------------------------------------------------------------------------------------------------
 
 
