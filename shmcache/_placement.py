@@ -260,6 +260,8 @@ class Placement:
 
     def keys_of(self, index: int, chunk: Key) -> list[Any]:
         """This rank's keys of a chunk of the namespace at `index`; none when it is not this model's."""
+        if index not in self._by_index:
+            self.mine()  # others may have made it
         route = self._by_index.get(index)
         return [] if route is None else route.keys((chunk,), self.parts(route), self.make)
 

@@ -454,6 +454,13 @@ def test_a_handle_lists_what_others_put_under_tags(make: Setup) -> None:
     assert two.clear() == 16 and one.get_keys() == []
 
 
+def test_a_handle_is_told_of_candidates_that_others_put_under_tags(make: Setup) -> None:
+    one, two = make(), make()
+    tagged = make.key(1, request_configs={"lmcache.tag.u": "ann"})
+    make.put(one, tagged)
+    assert two.cache_policy.get_evict_candidates(two.hot_cache, 1) == [tagged]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
