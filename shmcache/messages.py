@@ -218,9 +218,9 @@ class SegmentMessages(BatchedMessageSender):
                 pause = self.batch_timeout
             except SegmentClosedError:
                 break
-            except (ShmCacheError, OSError) as e:
+            except Exception as e:  # this thread ends with the backend, and with nothing else
                 if pause == self.batch_timeout:
-                    _log.warning("messages of %s wait: %s", self._cache.name, e)
+                    _log.warning("messages of %s wait: %r", self._cache.name, e)
                 pause = _RETRY_LAST
 
     def _announce(self, chunks: Iterable[Any]) -> None:

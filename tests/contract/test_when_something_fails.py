@@ -160,6 +160,24 @@ def test_a_backend_of_a_segment_without_a_name_sends_its_own_messages(
     shmcache.create(shared.name, MIB).close()  # what the fixture removes
 
 
+def test_whatever_happens_the_thread_that_reads_events_goes_on(
+    shared: SegmentKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, failed = Sink(), threading.Event()
+
+    def odd(*_: object) -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("shmcache.messages._RETRY_LAST", 0.01)
+    backend = shared.backend(metadata=shared.metadata(world_size=1, local_world_size=1), worker=worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(shmcache.SharedCache, "events", odd)
+        assert failed.wait(30)
+    shared.fill(backend, [1], world_size=1)
+    assert worker.wait(1, 30) and worker.story() == [("ADMIT", 1)]
+
+
 def test_flush_does_not_wait_for_a_thread_that_polls(shared: SegmentKit) -> None:
     backend = shared.backend(metadata=shared.metadata(world_size=1, local_world_size=1), worker=Sink())
     sender = backend.batched_msg_sender
