@@ -32,6 +32,7 @@ __all__ = ["SharedCPUBackend"]
 
 _log = logging.getLogger("shmcache")
 _WAIT, _LEASE = 10, 300  # seconds, where the config has none
+_ENDLESS = 1e9
 _LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
@@ -130,7 +131,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         one_copy = _sizing.one_copy(config, metadata)
         self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
         digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
-        lease = float(getattr(config, "pin_timeout_sec", _LEASE)) or None
+        seconds = float(getattr(config, "pin_timeout_sec", _LEASE))
+        lease = None if seconds == 0 or seconds >= _ENDLESS else seconds
         self._placement = Placement(self._pool, metadata, self._num_layers(), one_copy, lease, ranks, digest)
         self._routes = self._placement.routes
         own = self._placement.own()
