@@ -28,8 +28,9 @@ class Storing(Calls):
     __slots__ = ()
 
     def allocate(
-        self, shape: Any, dtype: Any = None, *, fmt: Any = None, evict: bool = True, timeout: float | None = 0.0
-    ) -> MemoryObj | None:
+        self, shape: Any = None, dtype: Any = None, *, nbytes: int | None = None, fmt: Any = None, evict: bool = True,
+        timeout: float | None = 0.0,
+    ) -> MemoryObj | None:  # fmt: skip
         """One extent, one hold, contents undefined.
 
         Parameters
@@ -39,6 +40,8 @@ class Storing(Calls):
             list of dtypes, a list of as many shapes: several tensors in one object.
         dtype
             of torch or numpy, or a name.
+        nbytes
+            in place of shape and dtype: a flat object of so many bytes.
         fmt
             a `MemoryFormat`; by default undefined.
         evict
@@ -59,6 +62,10 @@ class Storing(Calls):
         CapacityError
             it could never fit; nothing was evicted.
         """
+        if nbytes is not None:
+            if shape is not None or dtype is not None:
+                raise TypeError("allocate: a shape and a dtype, or nbytes, not both")
+            shape = nbytes
         return self._allocate(layout_of(shape, dtype, fmt), evict, timeout)
 
     def _allocate(self, layout: Layout, evict: bool, timeout: float | None) -> MemoryObj | None:

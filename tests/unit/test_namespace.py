@@ -221,6 +221,19 @@ def test_a_wait_without_an_end_ends_with_what_it_waits_for(cache: shmcache.Share
     timer.join()
 
 
+def test_a_number_of_bytes_may_be_named(cache: shmcache.SharedCache) -> None:
+    obj = cache.allocate(nbytes=100)
+    assert obj is not None and obj.get_size() == 100 and len(obj.byte_array) == 100
+    for both in ({"shape": (4,), "nbytes": 4}, {"dtype": "uint8", "nbytes": 4}):
+        with pytest.raises(TypeError, match="not both"):
+            cache.allocate(**both)  # type: ignore[arg-type]
+    for wrong in (0, -1):
+        with pytest.raises(ValueError):
+            cache.allocate(nbytes=wrong)
+    with pytest.raises(TypeError):
+        cache.allocate()
+
+
 def test_a_batch_is_all_or_nothing(cache: shmcache.SharedCache) -> None:
     held = cache.default.allocate_many(GRAN, None, 40)
     assert cache.default.allocate_many(GRAN, None, 25) is None
