@@ -9,6 +9,7 @@ from ._calls import Calls, lease_ns
 from ._core import PART, PARTS, U32, U64, ffi, lib
 from ._keys import BYTES_TYPE, Key, encode, pack
 from ._order import list_keys
+from .errors import LockTimeoutError, ShmCacheError
 from .lookup import Lookup
 
 if TYPE_CHECKING:
@@ -19,6 +20,25 @@ _get = lib.shmc_get
 _contains_one = lib.shmc_contains_one
 _get_one = lib.shmc_get_one
 _new = ffi.new
+
+
+class _Unpinning:
+    """An event that has happened when all pins are given back, which it does itself."""
+
+    def __init__(self, space: Finding, keys: list[Key]) -> None:
+        self._space = space
+        self._keys = keys
+
+    def query(self) -> bool:
+        while self._keys:
+            try:
+                self._space.unpin(self._keys[-1])
+            except LockTimeoutError:
+                return False
+            except ShmCacheError:
+                return True  # there are no pins any more
+            self._keys.pop()
+        return True
 
 
 class Finding(Calls):
@@ -164,8 +184,8 @@ class Finding(Calls):
             rc = lib.shmc_leading(a.handle, self._index, packed.c, which, lib.SHMC_F_PIN if pin else 0, ns, n)
             if rc >= 0:
                 break
-            if pin and n[0] and a.mine():
-                self.unpin_many(packed[: n[0]])
+            if pin and n[0] and rc == lib.SHMC_E_LOCK_TIMEOUT:
+                self.unpin_later(packed[: n[0]])  # the caller is told of none
             a.recover(rc, "leading")
         return int(n[0])
 
@@ -194,6 +214,10 @@ class Finding(Calls):
     def unpin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`unpin` of each key, in one call."""
         return self._flags("unpin_many", lib.shmc_unpin, pack(keys))
+
+    def unpin_later(self, keys: Iterable[Key]) -> None:
+        """`unpin` each key once, as soon as the lock is to be had."""
+        self.cache._attached("unpin_later").deferred().add(_Unpinning(self, list(keys)), lambda _known: None)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count a use of each key, last first, so that the first is hottest. Absent keys are skipped."""

@@ -645,6 +645,41 @@ def test_a_leading_run_counts_parts_and_pins_by_key(cache: shmcache.SharedCache,
         ns.leading([1], lease=1.0)
 
 
+def test_a_leading_run_that_loses_the_lock_half_way_keeps_no_pin(
+    cache: shmcache.SharedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had pinned it gives back once the lock is to be had, and no pin that was there before."""
+    from shmcache import _finding
+
+    class Lib:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def shmc_leading(self, *args: object) -> int:
+            assert real.shmc_leading(*args) == 0
+            return real.SHMC_E_LOCK_TIMEOUT
+
+    ns, real, tries = cache.default, _finding.lib, []
+    for key in range(3):
+        store(ns, key)
+    assert ns.pin(1)
+    unpin = type(ns).unpin
+
+    def third_time_lucky(self: shmcache.Namespace, key: int) -> bool:
+        tries.append(key)
+        if len(tries) < 3:
+            raise shmcache.LockTimeoutError("still held")
+        return unpin(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_finding, "lib", Lib())
+        patch.setattr(type(ns), "unpin", third_time_lucky)
+        with pytest.raises(shmcache.LockTimeoutError):
+            ns.leading(range(3), pin=True)
+        until(lambda: cache.stats().counts.holds == 1)
+    assert tries == [2, 2, 2, 1, 0] and ns.unpin(1) and not ns.unpin(1)
+
+
 def test_an_object_moves_to_another_namespace_before_its_put(cache: shmcache.SharedCache, name: str) -> None:
     ns, other = cache.default, cache.namespace("other")
     obj = ns.allocate(GRAN)
