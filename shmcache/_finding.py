@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
-from ._core import PART, PARTS, U32, U64, ffi, lib
+from ._core import BYTES, PART, PARTS, U32, U64, ffi, lib
 from ._keys import BYTES_TYPE, Key, encode, pack
 from ._order import list_keys
 from .errors import LockTimeoutError, ShmCacheError
@@ -202,7 +202,19 @@ class Finding(Calls):
 
     def pin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`pin` of each key, in one call."""
-        return self._flags("pin_many", lib.shmc_pin, pack(keys), (self._lease,))
+        packed = pack(keys)
+        out = _new(BYTES, packed.n)
+        while True:
+            a = self.cache._attached("pin_many")
+            if not packed.n:
+                return []
+            rc = lib.shmc_pin(a.handle, self._index, packed.c, self._lease, out)
+            pinned = [byte == 1 for byte in bytes(ffi.buffer(out))]
+            if rc >= 0:
+                return pinned
+            if rc == lib.SHMC_E_LOCK_TIMEOUT and any(pinned):
+                self.unpin_later(key for key, is_pinned in zip(packed, pinned, strict=True) if is_pinned)
+            a.recover(rc, "pin_many")
 
     def unpin(self, key: Key) -> bool:
         """Spend the oldest of this attachment's pins on any version of the key, also after a remove.

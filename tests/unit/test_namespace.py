@@ -221,6 +221,15 @@ def test_a_wait_without_an_end_ends_with_what_it_waits_for(cache: shmcache.Share
     timer.join()
 
 
+def test_batches_of_nothing_are_nothing(cache: shmcache.SharedCache) -> None:
+    ns = cache.default
+    for call in (ns.pin_many, ns.unpin_many, ns.contains_many, ns.remove_many, ns.get_many):
+        assert call([]) == []
+    assert ns.put_many([], []) == [] == ns.allocate_many(GRAN, n=0)
+    assert ns.leading([], pin=True) == 0 == ns.lookup([], pin=True).n
+    ns.touch([])
+
+
 def test_a_number_of_bytes_may_be_named(cache: shmcache.SharedCache) -> None:
     obj = cache.allocate(nbytes=100)
     assert obj is not None and obj.get_size() == 100 and len(obj.byte_array) == 100
@@ -645,8 +654,9 @@ def test_a_leading_run_counts_parts_and_pins_by_key(cache: shmcache.SharedCache,
         ns.leading([1], lease=1.0)
 
 
-def test_a_leading_run_that_loses_the_lock_half_way_keeps_no_pin(
-    cache: shmcache.SharedCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["leading", "pin_many"])
+def test_a_batch_of_pins_that_loses_the_lock_half_way_keeps_none(
+    cache: shmcache.SharedCache, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """What it had pinned it gives back once the lock is to be had, and no pin that was there before."""
     from shmcache import _finding
@@ -657,6 +667,10 @@ def test_a_leading_run_that_loses_the_lock_half_way_keeps_no_pin(
 
         def shmc_leading(self, *args: object) -> int:
             assert real.shmc_leading(*args) == 0
+            return real.SHMC_E_LOCK_TIMEOUT
+
+        def shmc_pin(self, *args: object) -> int:
+            assert real.shmc_pin(*args) == 0
             return real.SHMC_E_LOCK_TIMEOUT
 
     ns, real, tries = cache.default, _finding.lib, []
@@ -675,7 +689,7 @@ def test_a_leading_run_that_loses_the_lock_half_way_keeps_no_pin(
         patch.setattr(_finding, "lib", Lib())
         patch.setattr(type(ns), "unpin", third_time_lucky)
         with pytest.raises(shmcache.LockTimeoutError):
-            ns.leading(range(3), pin=True)
+            ns.leading(range(3), pin=True) if call == "leading" else ns.pin_many(range(4))
         until(lambda: cache.stats().counts.holds == 1)
     assert tries == [2, 2, 2, 1, 0] and ns.unpin(1) and not ns.unpin(1)
 
