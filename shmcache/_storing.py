@@ -28,8 +28,8 @@ class Storing(Calls):
     __slots__ = ()
 
     def allocate(
-        self, shape: Any = None, dtype: Any = None, *, nbytes: int | None = None, fmt: Any = None, evict: bool = True,
-        timeout: float | None = 0.0,
+        self, shape: Any = None, dtype: Any = None, *, fmt: Any = None, evict: bool = True,
+        timeout: float | None = 0.0, nbytes: int | None = None,
     ) -> MemoryObj | None:  # fmt: skip
         """One extent, one hold, contents undefined.
 
@@ -40,8 +40,6 @@ class Storing(Calls):
             list of dtypes, a list of as many shapes: several tensors in one object.
         dtype
             of torch or numpy, or a name.
-        nbytes
-            in place of shape and dtype: a flat object of so many bytes.
         fmt
             a `MemoryFormat`; by default undefined.
         evict
@@ -49,6 +47,8 @@ class Storing(Calls):
         timeout
             seconds to wait for memory, None for ever. A region that is being committed is waited
             for up to 1 s in any case, and the arena grows before anything is evicted.
+        nbytes
+            in place of shape and dtype: a flat object of so many bytes.
 
         Returns
         -------
