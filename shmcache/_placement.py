@@ -224,7 +224,7 @@ class Placement:
     # ---- the other way ------------------------------------------------------------------------------
 
     def mine(self) -> list[Route]:
-        """Routes of this model, also those that others made; without metadata, of all models."""
+        """Routes of this model, also those that others made, and of whatever keys came here; without metadata, all."""
         return [self._by_name.get(info.name) or self._open(info.name, info.descriptor) for info in self._infos()]
 
     def _infos(self) -> list[NamespaceInfo]:
@@ -233,33 +233,38 @@ class Placement:
         for info in self._pool.cache.namespaces():
             facts = info.descriptor
             ours = isinstance(facts, dict) and facts.get("schema") == _SCHEMA and facts["tags"] is not None
-            if ours and m is not None and facts["kv"] != self._digest:
-                continue  # of the same name, but other bytes
-            if ours and (m is None or (facts["model"], facts["world"]) == (m.model_name, m.world_size)):
+            if ours and (m is None or info.name in self._by_name or self._is_own(facts)):
                 found.append(info)
         return found
 
+    def _is_own(self, facts: dict[str, Any]) -> bool:
+        """Whether they are those of this model; of the same name, but with other bytes, they are not."""
+        m = self._metadata
+        return (facts["model"], facts["world"], facts["kv"]) == (m.model_name, m.world_size, self._digest)
+
     def count(self) -> int:
-        """Chunks of this model, by all who put some; takes no lock."""
+        """Chunks of these routes, by all who put some; takes no lock."""
         return sum(info.chunks for info in self._infos())
 
     def is_mine(self, namespace: str) -> bool:
-        """Whether a namespace is of this model."""
+        """Whether a namespace is of this model, or of keys that came here."""
+        if namespace in self._by_name:
+            return True
         known = self._is_mine.get(namespace)
         if known is None:
             known = self._is_mine[namespace] = any(info.name == namespace for info in self._infos())
         return known
 
     def parts(self, route: Route) -> range:
-        """This rank's parts of a chunk; without metadata, all ranks'."""
+        """This rank's parts of a chunk; all ranks' without metadata, and of keys of another model or world."""
         step = route.layers or 1
-        if self._metadata is None or route.facts["mla"]:
+        if self._metadata is None or route.facts["mla"] or not self._is_own(route.facts):
             return range(route.space.parts)
         base = route.bases.get(self._metadata.worker_id, 0)
         return range(base, base + step)
 
     def keys_of(self, index: int, chunk: Key) -> list[Any]:
-        """This rank's keys of a chunk of the namespace at `index`; none when it is not this model's."""
+        """This rank's keys of a chunk of the namespace at `index`; none when it is not one of `mine`."""
         if index not in self._by_index:
             self.mine()  # others may have made it
         route = self._by_index.get(index)

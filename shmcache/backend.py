@@ -55,7 +55,7 @@ class HotCache(Mapping[Any, TensorMemoryObj]):
         return iter(self._backend.get_keys())
 
     def __len__(self) -> int:
-        """Chunks of this model; takes no lock."""
+        """Chunks of what `get_keys` lists; takes no lock."""
         return self._backend._placement.count()
 
 
@@ -303,7 +303,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
     # ---- listing --------------------------------------------------------------------------------------
 
     def get_keys(self) -> list[Any]:
-        """This rank's keys (without metadata: all ranks') of this model, coldest first."""
+        """This rank's keys (without metadata: all ranks') of this model, coldest first; of others, those met here."""
         found: list[Any] = []
         make = self._placement.make
         for route in self._placement.mine():
@@ -327,7 +327,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         return [chunk for route in self._placement.mine() for chunk in route.space.keys()]
 
     def clear(self) -> int:
-        """Remove every chunk of this model that nobody holds or pins; how many tokens those were.
+        """Remove every chunk that nobody holds or pins, of what `get_keys` lists; how many tokens those were.
 
         Nothing, and 0, when `local_cpu` is off.
         """
