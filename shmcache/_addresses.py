@@ -37,11 +37,10 @@ class AddressManager:
         self._lock = threading.Lock()
         _all.add(self)
         self._live: dict[int, MemoryObj] = {}  # address -> object
-        self._make(size)
+        self._heap = self._heap_of(size)
 
-    def _make(self, size: int) -> None:
-        self._heap = PrivateCache(size, align=self._align, name="addresses")
-        self._space = self._heap.default
+    def _heap_of(self, size: int) -> PrivateCache:
+        return PrivateCache(size, align=self._align, name="addresses")
 
     def compute_aligned_size(self, raw_size: int) -> int:
         """`raw_size` rounded up to the alignment."""
@@ -64,7 +63,7 @@ class AddressManager:
             return []
         with self._lock:
             try:
-                objs = self._space.allocate_many(size, n=batch_size, evict=False)
+                objs = self._heap.default.allocate_many(size, n=batch_size, evict=False)
             except errors.CapacityError:
                 objs = None
             if objs is None:
@@ -83,28 +82,35 @@ class AddressManager:
             obj.release()
 
     def sbrk(self, size: int) -> None:
-        """Make the range longer, by `size` rounded up. Linear in the pieces given out."""
+        """Make the range longer, by `size` rounded up. Linear in the pieces given out.
+
+        RuntimeError, and nothing changes, when there are too many of them. ValueError for a negative size.
+        """
+        if size < 0:
+            raise ValueError(f"size is {size}: it must be at least 0")
         with self._lock:
-            old = sorted(self._live.items())
-            self._size += self.compute_aligned_size(size)
-            self._make(self._size)
+            total = self._size + self.compute_aligned_size(size)
+            heap = self._heap_of(total)
             # the same picture in a new heap: pieces and gaps side by side, then the gaps are freed
-            self._live, gaps, end = {}, [], 0
-            for address, obj in old:
-                gaps += self._lay(address - end)
-                (self._live[address],) = self._lay(obj.get_physical_size())
+            live: dict[int, MemoryObj] = {}
+            gaps: list[MemoryObj] = []
+            end = 0
+            for address, obj in sorted(self._live.items()):
+                gaps += self._lay(heap, address - end)
+                (live[address],) = self._lay(heap, obj.get_physical_size())
                 end = address + obj.get_physical_size()
             for gap in gaps:
                 gap.release()
+            self._size, self._heap, self._live = total, heap, live
 
-    def _lay(self, size: int) -> list[MemoryObj]:
+    def _lay(self, heap: PrivateCache, size: int) -> list[MemoryObj]:
         """Objects over the next `size` bytes of a heap whose only gap is its end, in sizes that are not rounded up."""
         objs = []
         while size:
             n = size // self._align
             if n >= _EXACT_GRANULES:
                 n -= n % (1 << n.bit_length() - _BIN_BITS)
-            obj = self._space.allocate(n * self._align, evict=False)
+            obj = heap.default.allocate(n * self._align, evict=False)
             if obj is None:
                 raise RuntimeError("sbrk: the tables of the new range are full")
             objs.append(obj)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._calls import Calls
     from .memory import MemoryObj
 
+_LOOK_SECONDS = 1.0  # more than a slice
 _GROW_SECONDS = 1.0  # a region's commit is waited for so long, whatever the timeout
 
 
@@ -40,7 +41,7 @@ class Deadline:
         """How long to wait in C before looking around again; 0: time is up."""
         if not self.end:
             return 0
-        left = self.end - time.monotonic()
+        left = min(self.end - time.monotonic(), _LOOK_SECONDS)  # no end is no int
         return min(SLICE_NS, math.ceil(left * 1e9)) if left > 0 else 0
 
 

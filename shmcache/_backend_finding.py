@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from ._keys import pack
 from ._objects import TensorMemoryObj
 from ._placement import Placement, Route
 from ._requests import Found, RequestKeys
-from .errors import ShmCacheError
 from .metrics import Lifespans
 
 _SAME = tuple(map(operator.attrgetter, ("worker_id", "model_name", "world_size", "dtype", "tags")))
@@ -103,8 +101,8 @@ class BackendFinding:
                     n += 1
             except BaseException:
                 if pin:  # the caller is told of none
-                    with contextlib.suppress(ShmCacheError):
-                        self.batched_unpin(keys[:n])
+                    for key in keys[:n]:
+                        self._routes[self._placement.identity(key)].space.unpin_later([key.chunk_hash])
                 raise
         if pin and n:
             self._requests.add(Found(keys[:n], touch), lookup_id)

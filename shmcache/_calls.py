@@ -93,6 +93,7 @@ class Calls:
     def _flags(self, what: str, call: Any, packed: PackedKeys, args: tuple[Any, ...] = ()) -> list[bool]:
         """A call that answers with one byte for each key."""
         if not packed.n:
+            self.cache._attached(what)
             return []
         out = ffi.new(BYTES, packed.n)
         while True:

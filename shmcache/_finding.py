@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
-from ._core import PART, PARTS, U32, U64, ffi, lib
+from ._core import BYTES, PART, PARTS, U32, U64, ffi, lib
 from ._keys import BYTES_TYPE, Key, encode, pack
 from ._order import list_keys
+from .errors import LockTimeoutError, ShmCacheError
 from .lookup import Lookup
 
 if TYPE_CHECKING:
@@ -19,6 +20,25 @@ _get = lib.shmc_get
 _contains_one = lib.shmc_contains_one
 _get_one = lib.shmc_get_one
 _new = ffi.new
+
+
+class _Unpinning:
+    """An event that has happened when all pins are given back, which it does itself."""
+
+    def __init__(self, space: Finding, keys: list[Key]) -> None:
+        self._space = space
+        self._keys = keys
+
+    def query(self) -> bool:
+        while self._keys:
+            try:
+                self._space.unpin(self._keys[-1])
+            except LockTimeoutError:
+                return False
+            except ShmCacheError:
+                return True  # there are no pins any more
+            self._keys.pop()
+        return True
 
 
 class Finding(Calls):
@@ -98,6 +118,7 @@ class Finding(Calls):
             self._part(part)
         n = packed.n
         if not n:
+            self.cache._attached("get_many")
             return []
         while True:
             a = self.cache._attachment
@@ -156,13 +177,15 @@ class Finding(Calls):
         n = _new(U32)
         which = -1 if part is None else self._part(part)
         ns = self._lease if lease is None else lease_ns(lease)
+        if not packed.n:
+            self.cache._attached("leading")
         while packed.n:
             a = self.cache._attachment
             rc = lib.shmc_leading(a.handle, self._index, packed.c, which, lib.SHMC_F_PIN if pin else 0, ns, n)
             if rc >= 0:
                 break
-            if pin and n[0] and a.mine():
-                self.unpin_many(packed[: n[0]])
+            if pin and n[0] and rc == lib.SHMC_E_LOCK_TIMEOUT:
+                self.unpin_later(packed[: n[0]])  # the caller is told of none
             a.recover(rc, "leading")
         return int(n[0])
 
@@ -179,7 +202,19 @@ class Finding(Calls):
 
     def pin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`pin` of each key, in one call."""
-        return self._flags("pin_many", lib.shmc_pin, pack(keys), (self._lease,))
+        packed = pack(keys)
+        out = _new(BYTES, packed.n)
+        while True:
+            a = self.cache._attached("pin_many")
+            if not packed.n:
+                return []
+            rc = lib.shmc_pin(a.handle, self._index, packed.c, self._lease, out)
+            pinned = [byte == 1 for byte in bytes(ffi.buffer(out))]
+            if rc >= 0:
+                return pinned
+            if rc == lib.SHMC_E_LOCK_TIMEOUT and any(pinned):
+                self.unpin_later(key for key, is_pinned in zip(packed, pinned, strict=True) if is_pinned)
+            a.recover(rc, "pin_many")
 
     def unpin(self, key: Key) -> bool:
         """Spend the oldest of this attachment's pins on any version of the key, also after a remove.
@@ -192,9 +227,15 @@ class Finding(Calls):
         """`unpin` of each key, in one call."""
         return self._flags("unpin_many", lib.shmc_unpin, pack(keys))
 
+    def unpin_later(self, keys: Iterable[Key]) -> None:
+        """`unpin` each key once, as soon as the lock is to be had."""
+        self.cache._attached("unpin_later").deferred().add(_Unpinning(self, list(keys)), lambda _known: None)
+
     def touch(self, keys: Iterable[Key]) -> None:
         """Count a use of each key, last first, so that the first is hottest. Absent keys are skipped."""
         packed = pack(keys)
+        if not packed.n:
+            self.cache._attached("touch")
         while packed.n:
             a = self.cache._attachment
             rc = lib.shmc_touch(a.handle, self._index, packed.c)

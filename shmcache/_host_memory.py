@@ -65,7 +65,7 @@ def _register(address: int, size: int) -> Any:
             return None
         code = runtime.register(address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         why = _cudart.describe(code) if code else ""
-    except (OSError, RuntimeError) as e:
+    except Exception as e:  # of torch, whatever its version raises
         why = str(e)
     if why:
         log.warning("pinning %d bytes failed: %s; copies from and to them are pageable", size, why)
@@ -83,5 +83,10 @@ class _Owner:
         self._pid = os.getpid()
 
     def __call__(self, _pointer: Any) -> None:
-        if self._runtime is not None and os.getpid() == self._pid:
+        """Never raises: at the end of a process CUDA may be gone already."""
+        if self._runtime is None or os.getpid() != self._pid:
+            return
+        try:
             self._runtime.unregister(self._address)
+        except Exception as e:
+            log.debug("unregistering %d bytes from CUDA: %s", len(self._memory), e)

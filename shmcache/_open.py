@@ -47,6 +47,7 @@ def open(
         payload bytes, an int or a str such as "8GiB"; needed to create. A multiple of `align`.
     region_bytes
         size of one region, at least 64 KiB; no object is larger. By default the capacity, at most 1 GiB.
+        What is beyond a multiple of `align` is left out.
     align
         granule and alignment of objects, a power of two from 64 to 2 MiB; by default 4096.
     policy

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _SCHEMA = "lmcache/1"
 _TAG = "lmcache.tag."
 
-_ABSENT_SECONDS = 1.0  # another process may make it meanwhile
 _MOST_ABSENT = 4096
 _contains_one = lib.shmc_contains_one
 _get_one = lib.shmc_get_one
@@ -142,7 +140,7 @@ class Placement:
         self._lease = lease
         self._ranks = ranks
         self._digest = digest
-        self._absent: dict[Any, float] = {}  # no such namespace, until then
+        self._absent: dict[Any, tuple[str, int]] = {}  # its name, and how many others there were
         self._is_mine: dict[str, bool] = {}
         self.routes: dict[Any, Route] = {}  # by what `identity` says of a key
         self._by_name: dict[str, Route] = {}
@@ -165,13 +163,14 @@ class Placement:
         """The route of a key; None when its namespace is not there yet."""
         who = self.identity(key)
         route = self.routes.get(who)
-        if route is None and self._absent.get(who, 0.0) <= time.monotonic():
-            name = _name_of(self._facts(key))
-            if name in self._by_name or self._pool.cache.has_namespace(name):
+        if route is None:
+            name, n = self._absent.get(who) or (_name_of(self._facts(key)), 0)
+            is_there, n = self._pool.cache.find_namespace(name, max(0, n - 1))
+            if is_there:
                 return self.make_way(key)
             if len(self._absent) >= _MOST_ABSENT:
                 self._absent.clear()
-            self._absent[who] = time.monotonic() + _ABSENT_SECONDS
+            self._absent[who] = name, n
         return route
 
     def make_way(self, key: Any) -> Route:
@@ -225,7 +224,7 @@ class Placement:
     # ---- the other way ------------------------------------------------------------------------------
 
     def mine(self) -> list[Route]:
-        """Routes of this model, also those that others made; without metadata, of all models."""
+        """Routes of this model, also those that others made, and of whatever keys came here; without metadata, all."""
         return [self._by_name.get(info.name) or self._open(info.name, info.descriptor) for info in self._infos()]
 
     def _infos(self) -> list[NamespaceInfo]:
@@ -234,33 +233,40 @@ class Placement:
         for info in self._pool.cache.namespaces():
             facts = info.descriptor
             ours = isinstance(facts, dict) and facts.get("schema") == _SCHEMA and facts["tags"] is not None
-            if ours and m is not None and facts["kv"] != self._digest:
-                continue  # of the same name, but other bytes
-            if ours and (m is None or (facts["model"], facts["world"]) == (m.model_name, m.world_size)):
+            if ours and (m is None or info.name in self._by_name or self._is_own(facts)):
                 found.append(info)
         return found
 
+    def _is_own(self, facts: dict[str, Any]) -> bool:
+        """Whether they are those of this model; of the same name, but with other bytes, they are not."""
+        m = self._metadata
+        return (facts["model"], facts["world"], facts["kv"]) == (m.model_name, m.world_size, self._digest)
+
     def count(self) -> int:
-        """Chunks of this model, by all who put some; takes no lock."""
+        """Chunks of these routes, by all who put some; takes no lock."""
         return sum(info.chunks for info in self._infos())
 
     def is_mine(self, namespace: str) -> bool:
-        """Whether a namespace is of this model."""
+        """Whether a namespace is of this model, or of keys that came here."""
+        if namespace in self._by_name:
+            return True
         known = self._is_mine.get(namespace)
         if known is None:
             known = self._is_mine[namespace] = any(info.name == namespace for info in self._infos())
         return known
 
     def parts(self, route: Route) -> range:
-        """This rank's parts of a chunk; without metadata, all ranks'."""
+        """This rank's parts of a chunk; all ranks' without metadata, and of keys of another model or world."""
         step = route.layers or 1
-        if self._metadata is None or route.facts["mla"]:
+        if self._metadata is None or route.facts["mla"] or not self._is_own(route.facts):
             return range(route.space.parts)
         base = route.bases.get(self._metadata.worker_id, 0)
         return range(base, base + step)
 
     def keys_of(self, index: int, chunk: Key) -> list[Any]:
-        """This rank's keys of a chunk of the namespace at `index`; none when it is not this model's."""
+        """This rank's keys of a chunk of the namespace at `index`; none when it is not one of `mine`."""
+        if index not in self._by_index:
+            self.mine()  # others may have made it
         route = self._by_index.get(index)
         return [] if route is None else route.keys((chunk,), self.parts(route), self.make)
 

@@ -93,8 +93,8 @@ class Request:
         if isinstance(region_bytes, int):
             if region_bytes < _REGION_MIN and region_bytes != capacity:
                 raise ValueError(f"region_bytes is {region_bytes}: it is at least 64 KiB")
-            if isinstance(align, int) and region_bytes % align:
-                raise ValueError(f"region_bytes is {region_bytes}: it is a multiple of align, which is {align}")
+            if isinstance(align, int) and region_bytes < align:
+                raise ValueError(f"region_bytes is {region_bytes}: it is at least align, which is {align}")
         if isinstance(align, int) and isinstance(capacity, int) and capacity % align:
             raise ValueError(f"capacity is {capacity}: it is a multiple of align, which is {align}")
 
@@ -108,11 +108,10 @@ class Request:
             raise ValueError(f"segment {self.name!r} does not exist, and creating it needs a capacity")
         capacity = int(self.capacity)
         align = 4096 if self.align is AUTO else int(self.align)
-        region = _DEFAULT_REGION if self.region_bytes is AUTO else int(self.region_bytes)
+        if capacity % align:
+            raise ValueError(f"capacity is {capacity}: it is a multiple of align, which is {align}")
+        region = _DEFAULT_REGION if self.region_bytes is AUTO else _whole(int(self.region_bytes), align)
         region = min(region, capacity)
-        for what, value in (("capacity", capacity), ("region_bytes", region)):
-            if value % align:
-                raise ValueError(f"{what} is {value}: it is a multiple of align, which is {align}")
         check_room(self.name, capacity)  # what no host has is out of memory, not out of range
         if -(-capacity // region) > _MAX_REGIONS:
             raise ValueError(
@@ -153,8 +152,8 @@ class Request:
             "checksum": checksum_name(int(g.flags)),
         }
         asked = {field: getattr(self, field) for field in there}
-        if asked["region_bytes"] is not AUTO:  # a region is never larger than the capacity
-            asked["region_bytes"] = min(asked["region_bytes"], g.capacity)
+        if self.region_bytes is not AUTO:  # a region is never larger than the capacity
+            asked["region_bytes"] = min(_whole(int(self.region_bytes), int(g.align)), int(g.capacity))
         out = [
             f"{field}: it has {_show(field, value)}, you asked {_show(field, asked[field])}"
             for field, value in there.items()
@@ -173,6 +172,11 @@ class Request:
                 f"segment {self.name!r} exists with other parameters: {'; '.join(differences)}",
                 hint="leave them out to take what exists, or use another name",
             )
+
+
+def _whole(region_bytes: int, align: int) -> int:
+    """A region of so many bytes has this many whole granules."""
+    return region_bytes // align * align
 
 
 def _show(field: str, value: object) -> str:

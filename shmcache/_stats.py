@@ -37,7 +37,7 @@ class CountStats:
 
     chunks: int  # with at least one published part
     parts: int
-    blocks: int
+    blocks: int  # descriptors in use: of what is allocated, and of each gap between
     holds: int  # references and pins of all attachments
     attachments: int
     namespaces: int

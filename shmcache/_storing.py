@@ -28,8 +28,9 @@ class Storing(Calls):
     __slots__ = ()
 
     def allocate(
-        self, shape: Any, dtype: Any = None, *, fmt: Any = None, evict: bool = True, timeout: float | None = 0.0
-    ) -> MemoryObj | None:
+        self, shape: Any = None, dtype: Any = None, *, fmt: Any = None, evict: bool = True,
+        timeout: float | None = 0.0, nbytes: int | None = None,
+    ) -> MemoryObj | None:  # fmt: skip
         """One extent, one hold, contents undefined.
 
         Parameters
@@ -46,6 +47,8 @@ class Storing(Calls):
         timeout
             seconds to wait for memory, None for ever. A region that is being committed is waited
             for up to 1 s in any case, and the arena grows before anything is evicted.
+        nbytes
+            in place of shape and dtype: a flat object of so many bytes.
 
         Returns
         -------
@@ -59,6 +62,10 @@ class Storing(Calls):
         CapacityError
             it could never fit; nothing was evicted.
         """
+        if nbytes is not None:
+            if shape is not None or dtype is not None:
+                raise TypeError("allocate: a shape and a dtype, or nbytes, not both")
+            shape = nbytes
         return self._allocate(layout_of(shape, dtype, fmt), evict, timeout)
 
     def _allocate(self, layout: Layout, evict: bool, timeout: float | None) -> MemoryObj | None:
@@ -90,7 +97,10 @@ class Storing(Calls):
         if not isinstance(n, int) or n < 0:
             raise ValueError(f"n is {n!r}: how many objects, at least 0")
         layout = layout_of(shape, dtype, fmt)
-        return take_memory(self, layout, n, evict, timeout) if n else []
+        if not n:
+            self.cache._attached("allocate_many")
+            return []
+        return take_memory(self, layout, n, evict, timeout)
 
     def put(
         self, key: Key, obj: MemoryObj, *, part: int = 0, parent: Key | None = None, after: EventLike | None = None
@@ -199,9 +209,9 @@ class Storing(Calls):
         objs = list(objs)
         if len(objs) != packed.n:
             raise ValueError(f"put_many: {packed.n} keys and {len(objs)} objects")
+        self._check_puttable(objs)
         if not objs:
             return []
-        self._check_puttable(objs)
         holds = [obj._holds[0] for obj in objs]
         before = None if parent is None else pack([parent])
         if after is not None:

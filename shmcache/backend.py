@@ -32,6 +32,7 @@ __all__ = ["SharedCPUBackend"]
 
 _log = logging.getLogger("shmcache")
 _WAIT, _LEASE = 10, 300  # seconds, where the config has none
+_ENDLESS = 1e9
 _LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
@@ -54,7 +55,7 @@ class HotCache(Mapping[Any, TensorMemoryObj]):
         return iter(self._backend.get_keys())
 
     def __len__(self) -> int:
-        """Chunks of this model; takes no lock."""
+        """Chunks of what `get_keys` lists; takes no lock."""
         return self._backend._placement.count()
 
 
@@ -130,7 +131,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         one_copy = _sizing.one_copy(config, metadata)
         self._ranks = ranks = (0, 0) if metadata is None else _sizing.ranks_of_host(config, metadata)
         digest = "" if metadata is None else _sizing.kv_digest(config, metadata)
-        lease = float(getattr(config, "pin_timeout_sec", _LEASE)) or None
+        seconds = float(getattr(config, "pin_timeout_sec", _LEASE))
+        lease = None if seconds == 0 or seconds >= _ENDLESS else seconds
         self._placement = Placement(self._pool, metadata, self._num_layers(), one_copy, lease, ranks, digest)
         self._routes = self._placement.routes
         own = self._placement.own()
@@ -301,7 +303,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
     # ---- listing --------------------------------------------------------------------------------------
 
     def get_keys(self) -> list[Any]:
-        """This rank's keys (without metadata: all ranks') of this model, coldest first."""
+        """This rank's keys (without metadata: all ranks') of this model, coldest first; of others, those met here."""
         found: list[Any] = []
         make = self._placement.make
         for route in self._placement.mine():
@@ -325,7 +327,7 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         return [chunk for route in self._placement.mine() for chunk in route.space.keys()]
 
     def clear(self) -> int:
-        """Remove every chunk of this model that nobody holds or pins; how many tokens those were.
+        """Remove every chunk that nobody holds or pins, of what `get_keys` lists; how many tokens those were.
 
         Nothing, and 0, when `local_cpu` is off.
         """

@@ -26,6 +26,7 @@ __all__ = ["SharedCache"]
 _IN_FLIGHT_SECONDS = 2.0  # close waits for this process's own calls so long
 _DEFERRED_SECONDS = 5.0  # and for deferred releases and puts
 _VERIFY_TEXT = 1 << 16
+_LONGEST_LOCK_TIMEOUT = 1e6
 
 _open_caches: weakref.WeakSet[SharedCache] = weakref.WeakSet()
 
@@ -47,8 +48,13 @@ class SharedCache(DefaultMethods):
         self, request: Request, *, how: _segment.How, on_incompatible: _segment.OnIncompatible = "error",
         timeout: float = 10.0, lock_timeout: float = 1.0, label: str | None = None, rank: int | None = None,
     ) -> None:  # fmt: skip
-        if not timeout >= 0 or not lock_timeout > 0:
-            raise ValueError(f"timeout is {timeout!r}, lock_timeout {lock_timeout!r}: seconds, the second more than 0")
+        if not timeout >= 0 or not 0 < lock_timeout <= _LONGEST_LOCK_TIMEOUT:
+            raise ValueError(
+                f"timeout is {timeout!r}, lock_timeout {lock_timeout!r}: seconds, the second more than 0 and at most "
+                f"{_LONGEST_LOCK_TIMEOUT:g}"
+            )
+        if not isinstance(label, str | None):
+            raise ValueError(f"label is {label!r}: a str, or None")
         if on_incompatible not in ("error", "replace"):
             raise ValueError(f"on_incompatible is {on_incompatible!r}: 'error' or 'replace'")
         if rank is not None and (not isinstance(rank, int) or not 0 <= rank < 1 << 31):
@@ -236,16 +242,21 @@ class SharedCache(DefaultMethods):
         n = self._attached("namespaces").mapping.geometry.max_namespaces
         return [info for info in map(self._namespace_at, range(n)) if info is not None]
 
-    def has_namespace(self, name: str) -> bool:
-        """Whether there is one of this name; takes no lock."""
+    def find_namespace(self, name: str, start: int = 0) -> tuple[bool, int]:
+        """Whether one of this name is at place `start` or after it, and how many there are; takes no lock.
+
+        None is ever removed, so that who looked before goes on from that number; less one, since the last
+        may be of a process that died while making it, and then another's comes in its place.
+        """
         raw = name.encode("utf-8", "surrogatepass")
         out = ffi.new("shmc_namespace_info *")
-        for index in range(self._attached("namespaces").mapping.geometry.max_namespaces):
-            a = self._attachment
-            there = lib.shmc_namespace_at(a.handle, index, out) == 0 and out.name_len == len(raw)
-            if there and bytes(ffi.buffer(out.name)[0 : len(raw)]) == raw:
-                return True
-        return False
+        handle = self._attached("namespaces").handle
+        n = start
+        while lib.shmc_namespace_at(handle, n, out) == 0:
+            if out.name_len == len(raw) and bytes(ffi.buffer(out.name)[0 : len(raw)]) == raw:
+                return True, n
+            n += 1
+        return False, n
 
     def _namespace_at(self, index: int) -> NamespaceInfo | None:
         out = ffi.new("shmc_namespace_info *")
@@ -305,6 +316,8 @@ class SharedCache(DefaultMethods):
         since
             `next` of the last result; None reads all that the segment still knows.
         """
+        if since is not None and (not isinstance(since, int) or not 0 <= since < 1 << 64):
+            raise ValueError(f"since is {since!r}: `next` of the last result, or None")
         a = self._attached("events")
         found = read_events(a.base, a.size, since or 0, self._namespace_name)
         if since is None:

@@ -52,8 +52,8 @@ class EngineConfig(BaseSettings):
 
     chunk_size: int = Field(256, gt=0)  # tokens
     local_cpu: bool = True
-    max_local_cpu_size: float = Field(5.0, ge=0)  # GiB for each rank; 0: what the segment has
-    reserve_local_cpu_size: float = Field(0.0, ge=0)
+    max_local_cpu_size: float = Field(5.0, ge=0, allow_inf_nan=False)  # GiB for each rank; 0: what the segment has
+    reserve_local_cpu_size: float = Field(0.0, ge=0, allow_inf_nan=False)
     local_cpu_use_hugepages: bool = False
     cache_policy: str = "LRU"
     numa_mode: Literal["manual", "auto"] | None = None

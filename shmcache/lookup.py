@@ -43,6 +43,7 @@ class Lookup:
         while True:
             self._attachment = a = namespace.cache._attachment
             if not packed.n:
+                namespace.cache._attached("lookup")
                 return
             # the owner of the pins exists before the call that takes them
             self._owner = owner = ffi.gc(lib.shmc_owner_new(a.handle, packed.n), lib.shmc_owner_free)

@@ -229,9 +229,9 @@ class SegmentMessages(BatchedMessageSender):
                 pause = self.batch_timeout
             except SegmentClosedError:
                 break
-            except (ShmCacheError, OSError) as e:
+            except Exception as e:  # this thread ends with the backend, and with nothing else
                 if pause == self.batch_timeout:
-                    _log.warning("messages of %s wait: %s", self._cache.name, e)
+                    _log.warning("messages of %s wait: %r", self._cache.name, e)
                 pause = _RETRY_LAST
 
     def _announce(self, chunks: Iterable[Any]) -> None:
@@ -274,7 +274,7 @@ class SegmentMessages(BatchedMessageSender):
         """Also what has just happened; where the segment fails, which is logged, what was known before."""
         if not self._ended.is_set() and not self._cache.closed and os.getpid() == self._pid:
             try:
-                self._poll(timeout)
+                self._poll(min(max(0.0, timeout), threading.TIMEOUT_MAX))
             except (ShmCacheError, OSError) as e:
                 _log.warning("messages of %s: what has just happened is not known: %s", self._cache.name, e)
         return super().flush(timeout)

@@ -114,7 +114,7 @@ class Pinner:
         self.poke()
         thread = self._thread
         if thread is not None:
-            thread.join(max(0.0, timeout))
+            thread.join(min(max(0.0, timeout), threading.TIMEOUT_MAX))
         return self._state == "done"
 
     def stop(self) -> None:

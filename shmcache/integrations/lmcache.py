@@ -164,7 +164,7 @@ def _goes_on(what: str, e: Exception) -> None:
     now = time.monotonic()
     if now - _logged_at.get(what, -_LOG_EVERY) >= _LOG_EVERY:
         _logged_at[what] = now
-        _log.error("%s: goes on without the cache: %s", what, e)
+        _log.error("%s: goes on without the cache: %s", what, str(e))  # a record with `e` keeps frames, and their holds
 
 
 def _soft(method: F, answer: Callable[..., Any]) -> F:
@@ -274,7 +274,11 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         Then a shorter list is no answer: the engine has begun to load the chunks, and its connectors would
         take the missing bytes from wherever they copy.
         """
-        found = await SharedCPUBackend.batched_get_non_blocking(self, lookup_id, keys, transfer_spec)
+        found: list[Any] = []
+        try:
+            found = await SharedCPUBackend.batched_get_non_blocking(self, lookup_id, keys, transfer_spec)
+        except _SOFT as e:
+            _goes_on("batched_get_non_blocking", e)
         if len(found) < len(keys) and lookup_id == _LAYERWISE_ID:
             release_many(found)
             raise KeyError(f"layer {getattr(keys[0], 'layer_id', '?')}: {len(keys) - len(found)} chunks went meanwhile")

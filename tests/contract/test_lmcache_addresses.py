@@ -13,6 +13,7 @@ from contract_differences import expected
 from contract_kits import in_threads
 
 from shmcache import errors
+from shmcache.allocators import AddressManager
 
 P = 4096
 Blocks = list[tuple[int, int]]
@@ -238,3 +239,28 @@ def test_T_M11_concurrent_batches_are_disjoint(maker: Any) -> None:
     batches: list[Blocks] = []
     assert in_threads(*[lambda: batches.append(m.batched_allocate(P, 10))] * 20) == []
     assert disjoint([b for batch in batches for b in batch]) and m.total_allocated_size == 200 * P and sound(m)
+
+
+def test_a_range_that_cannot_be_made_longer_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = AddressManager(4 * P)
+    first, _, third = (m.allocate(P) for _ in range(3))
+    m.free(*first)
+    real, calls = AddressManager._lay, []
+
+    def full(self: AddressManager, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("sbrk: the tables of the new range are full")
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AddressManager, "_lay", full)
+        with pytest.raises(RuntimeError):
+            m.sbrk(P)
+    with pytest.raises(ValueError):
+        m.sbrk(-P)
+    assert m.get_heap_size() == 4 * P and m.total_allocated_size == 2 * P and sound(m)
+    m.sbrk(P)
+    assert m.get_free_size() == 3 * P and sound(m)
+    m.free(*third)
+    assert m.allocate(3 * P) == (2 * P, 3 * P) and sound(m)

@@ -104,7 +104,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     ("key", "value"),
     [("chunk_size", 0), ("chunk_size", "many"), ("max_local_cpu_size", -1), ("cache_policy", "ARC"),
      ("cache_policy", ""), ("numa_mode", "weird"), ("pin_timeout_sec", 0), ("blocking_timeout_secs", -1),
-     ("local_cpu", "perhaps"), ("extra_config", "not a mapping"), ("max_local_cpu_size", "5 parsecs")],
+     ("local_cpu", "perhaps"), ("extra_config", "not a mapping"), ("max_local_cpu_size", "5 parsecs"),
+     ("max_local_cpu_size", float("inf")), ("reserve_local_cpu_size", float("nan"))],
 )  # fmt: skip
 def test_a_wrong_value_names_its_key(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=key):

@@ -78,6 +78,13 @@ def test_our_backend_has_all_that_lmcaches_has(plugin: bool) -> None:
     assert lacks(LocalCPUBackend, ShmLocalCPUBackend if plugin else SharedCPUBackend, never) == []
 
 
+def test_the_plug_in_is_found_under_the_name_of_the_first_recipe_too() -> None:
+    from shmcache import lmcache_backend
+    from shmcache.integrations.lmcache import ShmLocalCPUBackend
+
+    assert lmcache_backend.ShmLocalCPUBackend is ShmLocalCPUBackend
+
+
 def test_the_keys_and_senders_have_all_that_lmcaches_have() -> None:
     ours, theirs = modules("ours"), modules("lmcache")
     assert lacks(theirs.Key, ours.Key) == [] and lacks(theirs.LayerKey, ours.LayerKey) == []

@@ -157,6 +157,15 @@ def test_what_waits_is_counted(ours: Make) -> None:
     assert eventually(lambda: sender.qsize() == 0)
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf")])
+def test_flush_takes_any_number_of_seconds(ours: Make, timeout: float) -> None:
+    sink = Sink()
+    sender = ours(sink, 50, 0.01)
+    sender.add_kv_op(OpType.ADMIT, 1)
+    assert sender.flush(timeout) in ((True,) if timeout > 0 else (True, False))
+    assert sink.wait(1)
+
+
 def test_a_closed_sender_can_be_closed_again(ours: Make) -> None:
     sink = Sink()
     sender = ours(sink, 100, 0.01)

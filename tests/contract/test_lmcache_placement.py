@@ -29,14 +29,15 @@ class Setup:
         self.made: list[SharedCPUBackend] = []
 
     def __call__(
-        self, *, extra: dict[str, Any] | None = None, meta: dict[str, Any] | None = None, **settings: Any
-    ) -> SharedCPUBackend:
+        self, *, extra: dict[str, Any] | None = None, meta: dict[str, Any] | None = None, worker: Any = None,
+        **settings: Any,
+    ) -> SharedCPUBackend:  # fmt: skip
         settings = {"max_local_cpu_size": "1MiB", **settings}
         config = self.kit.config(extra_config={"shm_name": self.name, **(extra or {})}, **settings)
         fields = {"world_size": 1, "local_world_size": 1, "kv_shape": (4, 2, 16, 1, 64), **(meta or {})}
         metadata = self.kit.metadata(**fields)
         metadata.chunk_size = 16
-        backend = SharedCPUBackend(config, metadata, "cpu")
+        backend = SharedCPUBackend(config, metadata, "cpu", worker)
         self.made.append(backend)
         return backend
 
@@ -323,9 +324,27 @@ def test_tags_models_dtypes_and_world_sizes_do_not_mix(make: Setup) -> None:
     names = {i.name for i in backend.cache.namespaces() if i.chunks}
     assert len(names) == len(keys)
     assert backend.remove(keys[1]) and not backend.contains(same) and backend.contains(keys[0])
-    mine = [k for k in keys if (k.model_name, k.world_size) == ("test_model", 1)]
     there = backend.get_keys()
-    assert len(there) == len(mine) - 1 and set(there) == set(mine) - {keys[1]}
+    assert len(there) == len(keys) - 1 == len(backend.hot_cache) and set(there) == set(keys) - {keys[1]}
+    other = make()  # which met none of these keys
+    mine = {k for k in there if (k.model_name, k.world_size) == ("test_model", 1)}
+    assert set(other.get_keys()) == mine and len(other.hot_cache) == len(mine)
+    assert other.clear() == 16 * len(mine)
+    assert backend.clear() == 16 * (len(there) - len(mine)) and backend.get_keys() == []
+
+
+def test_keys_of_another_world_are_listed_evicted_and_reported(make: Setup) -> None:
+    """Whatever the metadata says: the backend stores what it is given, and has it then."""
+    worker = Sink()
+    backend = make(worker=worker)
+    key = make.key(1, world=3, worker=2, model_name="another")
+    alone = make.key(2, world=1, model_name="another")
+    for one in (key, alone):
+        make.put(backend, one)
+    assert backend.get_keys() == [key, alone] and list(backend.hot_cache) == [key, alone]
+    assert backend.cache_policy.get_evict_candidates(backend.hot_cache, 2)[-1] == alone
+    assert backend.batched_msg_sender.flush() and worker.story() == [("ADMIT", 2)], "the other has 3 ranks"
+    assert backend.clear() == 32
 
 
 @pytest.mark.parametrize(
@@ -401,11 +420,12 @@ def test_tags_that_look_like_others_do_not_mix(make: Setup) -> None:
         assert not backend.contains(key), i
         make.put(backend, key, i)
     other = make()
+    assert set(other.get_keys()) == {key for key in keys if key.model_name == "test_model"}
     for i, key in enumerate(keys):
         got = other.get_blocking(key)
         assert float(got.tensor.max()) == i
         got.ref_count_down()
-    assert set(other.get_keys()) == {key for key in keys if key.model_name == "test_model"}
+    assert set(other.get_keys()) == set(keys), "those that it met"
 
 
 def test_tags_of_any_length(make: Setup) -> None:
@@ -452,6 +472,47 @@ def test_a_handle_lists_what_others_put_under_tags(make: Setup) -> None:
     make.put(one, tagged)
     assert two.get_keys() == [tagged] and len(two.hot_cache) == 1
     assert two.clear() == 16 and one.get_keys() == []
+
+
+def test_a_handle_is_told_of_candidates_that_others_put_under_tags(make: Setup) -> None:
+    one, two = make(), make()
+    tagged = make.key(1, request_configs={"lmcache.tag.u": "ann"})
+    make.put(one, tagged)
+    assert two.cache_policy.get_evict_candidates(two.hot_cache, 1) == [tagged]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"request_configs": {"lmcache.tag.u": "ann"}},
+        {"model_name": "another"},
+        {"dtype": torch.float16},
+        {"world": 2, "worker": 1},
+    ],
+    ids=str,
+)
+def test_a_miss_is_one_only_until_somebody_puts(make: Setup, fields: dict[str, Any]) -> None:
+    """Also where the namespace was not there when it was first asked for, and others came meanwhile."""
+    one, two = make(), make()
+    key, other = make.key(1, **fields), make.key(1, request_configs={"lmcache.tag.u": "bob"})
+    for _ in range(2):
+        assert not two.contains(key) and two.get_blocking(key) is None and two.batched_contains([key]) == 0
+    make.put(one, other)
+    assert not two.contains(key)
+    make.put(one, key)
+    assert two.contains(key) and two.batched_contains([key]) == 1 and two.pin(key) and two.unpin(key)
+
+
+def test_a_namespace_whose_maker_died_half_way_hides_no_other(make: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader may see one that is rolled back then, and whose place goes to another."""
+    one, two = make(), make()
+    key = make.key(1, request_configs={"lmcache.tag.u": "ann"})
+    real = shmcache.SharedCache.find_namespace
+    monkeypatch.setattr(shmcache.SharedCache, "find_namespace", lambda *args: (False, real(*args)[1] + 1))
+    assert not two.contains(key)
+    monkeypatch.undo()
+    make.put(one, key)
+    assert two.contains(key)
 
 
 # ---- pages ------------------------------------------------------------------------------------------------

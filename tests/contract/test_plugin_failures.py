@@ -98,6 +98,19 @@ def test_a_layerwise_load_never_gets_a_shorter_list(kit: Kit) -> None:
     assert len(asyncio.run(backend.batched_get_non_blocking("a lookup", keys))) == 1
 
 
+def test_a_load_whose_rest_cannot_be_given_back_is_a_miss(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = kit.backend()
+    kit.fill(backend, [1, 3])
+
+    def stuck(*_: object) -> None:
+        raise shmcache.LockTimeoutError("the lock is held")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend).object_class, "release", stuck)
+        assert asyncio.run(backend.batched_get_non_blocking("x", [kit.key(1), kit.key(2), kit.key(3)])) == []
+    assert eventually(lambda: backend.cache.stats().counts.holds == 0), "they go with the objects"
+
+
 class Copies:
     """Stands in for what a stream has still to do."""
 

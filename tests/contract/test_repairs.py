@@ -402,6 +402,14 @@ def test_a_pin_ends_with_its_own_lease(shared: SegmentKit) -> None:
     assert short.cache.stats().leases_ended >= N
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e12])
+def test_a_pin_may_have_no_end(kit: Kit, seconds: float) -> None:
+    backend = kit.backend({"pin_timeout_sec": seconds, "blocking_timeout_secs": float("inf")})
+    kit.fill(backend, [1])
+    assert backend.pin(kit.key(1)) and backend.unpin(kit.key(1))
+    assert backend.allocate(SHAPE, BF16, busy_loop=True) is not None
+
+
 def test_the_pins_of_a_killed_process_end_with_it(shared: SegmentKit, fork: Fork) -> None:
     backend = shared.backend()
     shared.fill(backend, [1, 2])

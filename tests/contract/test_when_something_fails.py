@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from contract_kits import BF16, MIB, SHAPE, Kit, SegmentKit, Sink
+from contract_kits import BF16, MIB, SHAPE, Kit, SegmentKit, Sink, eventually
 
 import shmcache
 from shmcache import allocators, errors, metrics
@@ -102,7 +102,7 @@ def test_a_lookup_over_several_ranks_that_fails_half_way_keeps_no_pin(
     keys = [shared.key(1, worker) for worker in range(3)]
     with pytest.raises(errors.LockTimeoutError):
         backend.batched_contains(keys, pin=True)
-    assert backend.cache.stats().counts.holds == 0 and backend.keys_in_request == []
+    assert eventually(lambda: backend.cache.stats().counts.holds == 0) and backend.keys_in_request == []
     assert backend.batched_contains(keys, pin=True) == 3
     assert backend.cache.stats().counts.holds == 3
     assert backend.batched_unpin(keys) == 3
@@ -158,6 +158,24 @@ def test_a_backend_of_a_segment_without_a_name_sends_its_own_messages(
     shared.fill(backend, [1], world_size=1)
     assert backend.batched_msg_sender.flush() and worker.story() == [("ADMIT", 1)]
     shmcache.create(shared.name, MIB).close()  # what the fixture removes
+
+
+def test_whatever_happens_the_thread_that_reads_events_goes_on(
+    shared: SegmentKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, failed = Sink(), threading.Event()
+
+    def odd(*_: object) -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("shmcache.messages._RETRY_LAST", 0.01)
+    backend = shared.backend(metadata=shared.metadata(world_size=1, local_world_size=1), worker=worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(shmcache.SharedCache, "events", odd)
+        assert failed.wait(30)
+    shared.fill(backend, [1], world_size=1)
+    assert worker.wait(1, 30) and worker.story() == [("ADMIT", 1)]
 
 
 def test_flush_does_not_wait_for_a_thread_that_polls(shared: SegmentKit) -> None:

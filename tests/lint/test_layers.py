@@ -73,6 +73,7 @@ PY_LAYERS = [
     {"_backend_memory", "_backend_finding"},
     {"backend"},
     {"integrations"},
+    {"lmcache_backend"},
     {"inspect"},
 ]
 PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}

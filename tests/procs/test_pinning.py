@@ -48,6 +48,7 @@ def test_every_region_is_registered_whole_and_once(name, cuda, caplog):
         assert len(cuda.calls("enter")) == 4
         assert {c.rest[2] for c in cuda.calls("enter")} == {1 | 2}, "portable and mapped"
         assert cache.wait_pinned(0), "again: nothing to do"
+        assert cache.wait_pinned(float("inf"))
         assert not cuda.calls("unregister")
     cuda.assert_all_unregistered()
     assert len(cuda.calls("unregister")) == 4

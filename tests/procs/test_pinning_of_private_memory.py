@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 
 import pytest
 import torch
 from standin import StandIn
 
+from shmcache import _cudart
 from shmcache.allocators import MixedMemoryAllocator, PagedCpuGpuMemoryAllocator, PinMemoryAllocator
 
 SIZE = 1 << 20
@@ -56,3 +58,29 @@ def test_a_failure_leaves_pageable_memory_and_a_line_in_the_log(
     del allocator, obj
     gc.collect()
     assert not cuda.calls("unregister")
+
+
+@pytest.mark.parametrize("at", ["find", "register", "unregister"])
+def test_whatever_the_runtime_raises_is_logged_at_most(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    class Broken:
+        def register(self, _address: int, _size: int) -> int:
+            if at == "register":
+                raise AttributeError("no such symbol")
+            return 0
+
+        def unregister(self, _address: int) -> int:
+            raise AttributeError("unloaded")
+
+    def find(_start: bool) -> Broken:
+        if at == "find":
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return Broken()
+
+    raised: list[object] = []
+    monkeypatch.setattr(_cudart, "find", find)
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    allocator = PinMemoryAllocator(SIZE)
+    assert allocator.allocate(torch.Size([4, 2]), torch.half) is not None
+    del allocator
+    gc.collect()
+    assert not raised

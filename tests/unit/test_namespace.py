@@ -205,6 +205,44 @@ def test_a_waiter_gets_what_another_thread_frees(cache: shmcache.SharedCache) ->
     timer.join()
 
 
+@pytest.mark.parametrize("timeout", [None, float("inf")])
+def test_a_wait_without_an_end_ends_with_what_it_waits_for(cache: shmcache.SharedCache, timeout: float | None) -> None:
+    held = cache.default.allocate_many(GRAN, None, 64)
+    timer = threading.Timer(0.2, held[7].release)
+    timer.start()
+    assert cache.allocate(GRAN, timeout=timeout) is not None
+    timer.join()
+    held[8].release()
+    writer, other = (cache.reserve("k", GRAN) for _ in range(2))
+    timer = threading.Timer(0.2, writer.put)
+    timer.start()
+    got = other.wait() if timeout is None else other.wait(timeout)
+    assert got is not None
+    timer.join()
+
+
+def test_batches_of_nothing_are_nothing(cache: shmcache.SharedCache) -> None:
+    ns = cache.default
+    for call in (ns.pin_many, ns.unpin_many, ns.contains_many, ns.remove_many, ns.get_many):
+        assert call([]) == []
+    assert ns.put_many([], []) == [] == ns.allocate_many(GRAN, n=0)
+    assert ns.leading([], pin=True) == 0 == ns.lookup([], pin=True).n
+    ns.touch([])
+
+
+def test_a_number_of_bytes_may_be_named(cache: shmcache.SharedCache) -> None:
+    obj = cache.allocate(nbytes=100)
+    assert obj is not None and obj.get_size() == 100 and len(obj.byte_array) == 100
+    for both in ({"shape": (4,), "nbytes": 4}, {"dtype": "uint8", "nbytes": 4}):
+        with pytest.raises(TypeError, match="not both"):
+            cache.allocate(**both)  # type: ignore[arg-type]
+    for wrong in (0, -1):
+        with pytest.raises(ValueError):
+            cache.allocate(nbytes=wrong)
+    with pytest.raises(TypeError):
+        cache.allocate()
+
+
 def test_a_batch_is_all_or_nothing(cache: shmcache.SharedCache) -> None:
     held = cache.default.allocate_many(GRAN, None, 40)
     assert cache.default.allocate_many(GRAN, None, 25) is None
@@ -502,6 +540,9 @@ def test_events_tell_what_came_and_went_and_by_whom(cache: shmcache.SharedCache)
         store(cache.default, i + 1000, size=64)
     late = cache.events(start.next)
     assert late.lost > 0 and late[-1].key == 3999
+    for never in (-1, 1 << 64, "first", 1.5):
+        with pytest.raises(ValueError, match="since"):
+            cache.events(never)  # type: ignore[arg-type]
 
 
 def test_threads_may_call_at_once(cache: shmcache.SharedCache) -> None:
@@ -611,6 +652,46 @@ def test_a_leading_run_counts_parts_and_pins_by_key(cache: shmcache.SharedCache,
         ns.leading([1], part=2)
     with pytest.raises(ValueError, match="pin=True"):
         ns.leading([1], lease=1.0)
+
+
+@pytest.mark.parametrize("call", ["leading", "pin_many"])
+def test_a_batch_of_pins_that_loses_the_lock_half_way_keeps_none(
+    cache: shmcache.SharedCache, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What it had pinned it gives back once the lock is to be had, and no pin that was there before."""
+    from shmcache import _finding
+
+    class Lib:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def shmc_leading(self, *args: object) -> int:
+            assert real.shmc_leading(*args) == 0
+            return real.SHMC_E_LOCK_TIMEOUT
+
+        def shmc_pin(self, *args: object) -> int:
+            assert real.shmc_pin(*args) == 0
+            return real.SHMC_E_LOCK_TIMEOUT
+
+    ns, real, tries = cache.default, _finding.lib, []
+    for key in range(3):
+        store(ns, key)
+    assert ns.pin(1)
+    unpin = type(ns).unpin
+
+    def third_time_lucky(self: shmcache.Namespace, key: int) -> bool:
+        tries.append(key)
+        if len(tries) < 3:
+            raise shmcache.LockTimeoutError("still held")
+        return unpin(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_finding, "lib", Lib())
+        patch.setattr(type(ns), "unpin", third_time_lucky)
+        with pytest.raises(shmcache.LockTimeoutError):
+            ns.leading(range(3), pin=True) if call == "leading" else ns.pin_many(range(4))
+        until(lambda: cache.stats().counts.holds == 1)
+    assert tries == [2, 2, 2, 1, 0] and ns.unpin(1) and not ns.unpin(1)
 
 
 def test_an_object_moves_to_another_namespace_before_its_put(cache: shmcache.SharedCache, name: str) -> None:

@@ -72,7 +72,8 @@ def test_bad_names_are_value_errors(bad: object) -> None:
         {"capacity": SMALL, "align": 32},
         {"capacity": SMALL, "align": 4 << 20},
         {"capacity": SMALL, "region_bytes": 100},
-        {"capacity": SMALL, "region_bytes": 65536 + 1},
+        {"capacity": SMALL, "region_bytes": 65535},
+        {"capacity": SMALL, "region_bytes": 65536, "align": 131072},
         {"capacity": SMALL, "policy": "best"},
         {"capacity": SMALL, "max_chunks": 0},
         {"capacity": SMALL, "max_attachments": 0},
@@ -83,7 +84,10 @@ def test_bad_names_are_value_errors(bad: object) -> None:
         {"capacity": SMALL, "on_incompatible": "ignore"},
         {"capacity": SMALL, "timeout": -1},
         {"capacity": SMALL, "lock_timeout": 0},
+        {"capacity": SMALL, "lock_timeout": float("inf")},
         {"capacity": SMALL, "rank": -3},
+        {"capacity": SMALL, "label": 7},
+        {"capacity": SMALL, "label": b"engine"},
     ],
     ids=str,
 )
@@ -176,11 +180,15 @@ def test_files_have_exactly_the_mode_whatever_the_umask(name: str) -> None:
         (SMALL, 3 * 65536, 512),
         (6 << 20, 2 << 20, 1 << 20),
         (4096, 4096, 4096),
+        (SMALL, 100_000, 4096),
+        (SMALL, 65536 + 1, 64),
+        (6 << 20, (3 << 20) - 1, 2 << 20),
     ],
 )
 def test_any_geometry_is_sound(name: str, capacity: int, region_bytes: int, align: int) -> None:
     with shmcache.create(name, capacity, region_bytes=region_bytes, align=align, prefault="wait") as cache:
         assert cache.stats().bytes.ready == capacity
+        shmcache.open(name, capacity=capacity, region_bytes=region_bytes).close()
         taken = []
         while (obj := cache.default.allocate(align)) is not None:
             obj.byte_array[:] = bytes([len(taken) % 251]) * align
@@ -307,6 +315,7 @@ def test_a_closed_cache_says_so_and_views_stay_mapped(name: str) -> None:
     tensor = obj.tensor
     assert tensor is not None
     tensor.fill_(3)
+    ns = cache.namespace("other")
     cache.close()
     cache.close()
     assert cache.closed
@@ -323,6 +332,9 @@ def test_a_closed_cache_says_so_and_views_stay_mapped(name: str) -> None:
         lambda: cache.keys(),
         lambda: cache.put("k", obj),
         lambda: cache.__enter__(),
+        *(lambda call=call: call([]) for call in (ns.lookup, ns.leading, ns.touch, ns.get_many, ns.pin_many)),
+        lambda: ns.put_many([], []),
+        lambda: ns.allocate_many(10, n=0),
     ):
         with pytest.raises(shmcache.SegmentClosedError, match=name):
             call()
