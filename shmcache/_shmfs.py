@@ -25,7 +25,10 @@ PRESENCE_BYTE = 1  # read lock: one per attachment
 def open_shm(name: str, *, read_only: bool = False) -> int:
     """An existing object; O_CLOEXEC. FileNotFoundError, PermissionError, or SegmentCorruptError."""
     if not stat.S_ISREG(os.lstat(path_of(name)).st_mode):  # a fifo would block, a link lead away
-        raise SegmentCorruptError(f"{path_of(name)} is no regular file")
+        raise SegmentCorruptError(
+            f"{path_of(name)} is no regular file",
+            hint="shmcache did not make it: look what it is, and remove it by hand",
+        )
     return _shm_open(name, 0, 0o600, read_only)
 
 

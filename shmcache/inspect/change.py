@@ -17,7 +17,7 @@ from .._keys import decode
 from .._names import check_name, path_of
 from ..errors import LockTimeoutError, SegmentCorruptError, SegmentPermissionError
 from ._attach import DEADLINE, attached, cache_of
-from ._keytext import printable, show
+from ._keytext import show
 from ._reader import Reader
 from ._records import HOLD_KINDS, LINKED, Budget, holds, raw_key
 from ._render import print_json, say, size, some, table
@@ -124,12 +124,12 @@ def remove_(name: str, key: str, namespace: str | None, yes: bool, as_json: bool
     if not found:
         raise Stop(Exit.NOT_FOUND, f"key {key!r} is not in segment {name!r}; `why` tells what is known of it")
     if len(found) > 1:
-        choice = "; ".join(f"{show(*raw_key(c))} in {printable(space)!r}" for space, c in found)
+        choice = "; ".join(f"{show(*raw_key(c))} in {space!r}" for space, c in found)
         raise Stop(Exit.USAGE, f"key {key!r} may be: {choice}. Use --namespace and 0x..., str:... or int:...")
     space, chunk = found[0]
     kind, raw = raw_key(chunk)
     kept = f", {chunk.held} times held (their holders keep the bytes)" if chunk.held else ""
-    confirm(f"Remove {show(kind, raw)} from {printable(space)!r} of {name!r} ({size(chunk.bytes)}{kept})?", yes)
+    confirm(f"Remove {show(kind, raw)} from {space!r} of {name!r} ({size(chunk.bytes)}{kept})?", yes)
     with cache_of(name) as cache:
         removed = cache.namespace(space).remove(decode(kind, raw))
     if as_json:
@@ -152,7 +152,7 @@ def clear_(name: str, namespace: str | None, yes: bool, as_json: bool) -> int:
         namespace_index(reader, namespace)
         names = [namespace]
     chunks = sum(n.chunks for n in reader.namespaces().values() if n.name in names)
-    where = f"namespace {printable(namespace)!r} of " if namespace is not None else ""
+    where = f"namespace {namespace!r} of " if namespace is not None else ""
     confirm(f"Remove all chunks of {where}{name!r} that nobody holds, of {chunks}? Engines will start cold.", yes)
     with cache_of(name) as cache:
         removed = {space: cache.namespace(space).clear() for space in names}

@@ -47,6 +47,15 @@ def registry(names: tuple[str, ...] = ()) -> CollectorRegistry:
     return found
 
 
+def check_there(name: str) -> None:
+    """Stop when there is no such segment; one that cannot be read has a metric that says so."""
+    try:
+        Reader.open(name)
+    except Stop as e:
+        if e.code in (Exit.NOT_FOUND, Exit.USAGE):
+            raise
+
+
 @verb("metrics")
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--port", type=click.IntRange(0, 65535), help="Serve at http://ADDRESS:PORT/metrics until Ctrl-C.")
@@ -56,6 +65,8 @@ def metrics_(names: tuple[str, ...], port: int | None, address: str) -> int:
     from prometheus_client import generate_latest, start_http_server
 
     if port is None:
+        for name in names:
+            check_there(name)
         click.echo(generate_latest(registry(names)).decode(), nl=False)
         return Exit.SOUND
     try:

@@ -19,7 +19,7 @@ from ._reader import Reader
 from ._records import events
 from ._render import STYLES, age, console, count, percent, size
 from ._stop import Exit, Stop
-from .cli import complete_names, verb
+from .cli import Seconds, complete_names, verb
 from .people import life_word, proc_rows
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ class _State:
 
 @verb("top")
 @click.argument("name", required=False, shell_complete=complete_names)
-@click.option(
-    "--interval", type=click.FloatRange(_FASTEST, _SLOWEST), default=1.0, show_default=True, metavar="SECONDS"
-)
+@click.option("--interval", type=Seconds(_FASTEST, _SLOWEST), default=1.0, show_default=True, metavar="SECONDS")
 def top_(name: str | None, interval: float) -> int:
     """Live view of one segment, or of all in turn. Keys: q quit, p pause, s sort, + and - speed, n next segment."""
     from .._shmfs import control_files
