@@ -309,6 +309,8 @@ int shmc_unmap(void *at, uint64_t size);
 int shmc_populate(void *at, uint64_t size);                       /* 0 or -errno */
 int shmc_collapse(void *at, uint64_t size);                       /* huge pages: 0 or -errno */
 int shmc_inherit(void *at, uint64_t size);                        /* forked children get it too: 0 or -errno */
+/* shmc_crc32c -- CRC-32C of bytes; plain: without the processor's instruction */
+uint32_t shmc_crc32c(const void *data, uint64_t size, int plain);
 int shmc_numa_prefer(int node);                                   /* this thread; -1 gives up the preference */
 
 /* ---- for tests ------------------------------------------------------------------------------ */

@@ -486,5 +486,6 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_collapse", "operating system"},
     {"shmc_inherit", "operating system"},
     {"shmc_numa_prefer", "operating system"},
+    {"shmc_crc32c", "arithmetic on its argument"},
 };
 const uint32_t N_EXCLUDED = sizeof EXCLUDED / sizeof *EXCLUDED;
