@@ -50,7 +50,7 @@ def verify_(reader: Reader, no_checksums: bool, as_json: bool) -> int:
                               "lock_error": barred or None, "checksums": payload and payload.as_dict()})  # fmt: skip
     else:
         if barred:
-            say(f"The lock was not to be had: {barred}", "error")
+            say(f"Not looked at under its lock: {barred}", "error")
         _say_violations(how, violations)
         if reader.state != "ready":
             say(f"But the segment is {reader.state}: `shmcache-inspect show {reader.name}`", "error")

@@ -156,7 +156,7 @@ def test_another_users_segment_is_not_called_foreign(name: str, fork: Any) -> No
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-        code, out, _ = run("list", "--json")
+        _, out, _ = run("list", "--json")
         row = next(r for r in json.loads(out)["segments"] if r["name"] == name)
         assert (row["state"], run("show", name)[0]) == ("not permitted", 5), row
 
@@ -176,7 +176,7 @@ def test_a_lock_that_is_not_to_be_had_is_no_violation(scrap: str, fork: Any) -> 
     scene = scenes.stopped(scrap, fork)
     code, out, _ = run("verify", scrap)
     words = " ".join(out.split())
-    assert code == 3 and words.startswith("The lock was not to be had: ") and f"process {scene.child.pid}" in words
+    assert code == 3 and words.startswith("Not looked at under its lock: ") and f"process {scene.child.pid}" in words
     assert "Sound: no invariant is violated (private copy" in words
 
 

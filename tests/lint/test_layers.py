@@ -15,7 +15,7 @@ PACKAGE = ROOT / "shmcache"
 # A C file may include headers of a lower number (or its own).
 C_LAYERS = [
     {"shmcache.h"},
-    {"linux.h"},
+    {"linux.h", "crc32c.h"},
     {"layout.h"},
     {"types.h"},
     {"journal.h"},
