@@ -14,7 +14,7 @@ from .._core import ffi, lib
 from .._create import remove_segment
 from .._handshake import Handshake
 from .._keys import decode
-from .._names import check_name, path_of
+from .._names import SHM_FOLDER, check_name, path_of
 from ..errors import LockTimeoutError, SegmentCorruptError, SegmentPermissionError
 from ._attach import DEADLINE, attached, cache_of
 from ._keytext import show
@@ -200,8 +200,10 @@ def _orphan_regions() -> list[str]:
     """Region files without a control file. Looked for in this order, so that none of a creation under way is taken."""
     from .._names import parse_file
 
+    if not os.path.isdir(SHM_FOLDER):
+        return []
     files = [
-        (f"/{file}", f.segment) for file in os.listdir("/dev/shm") if (f := parse_file(file)) and f.region is not None
+        (f"/{file}", f.segment) for file in os.listdir(SHM_FOLDER) if (f := parse_file(file)) and f.region is not None
     ]
     there = set(_shmfs.control_files())
     return sorted(file for file, segment in files if segment not in there)

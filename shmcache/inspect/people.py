@@ -126,6 +126,8 @@ def namespaces_(reader: Reader, as_json: bool) -> int:
 def _hold_rows(reader: Reader, slots: dict[tuple[int, int], Slot], budget: Budget) -> list[dict[str, Any]]:
     names = {i: n.name for i, n in reader.namespaces().items()}
     now = reader.now_ns
+    if reader.copy:  # where time stands still at the newest record: perhaps a hold
+        now = max([now, *(int(h.taken) * TICK_NS for h in holds(reader, budget))])
     rows = []
     for h in holds(reader, budget):
         slot = slots.get((int(h.slot), int(h.slot_gen)))
