@@ -135,6 +135,22 @@ def test_a_path_that_is_no_text(name: str, tmp_path: Path) -> None:
     shmcache.unlink(name)
 
 
+def test_a_file_of_any_size_is_no_danger(name: str, tmp_path: Path) -> None:
+    """What is no control file is not read; what looks like one and is far too large neither."""
+    huge, taller = tmp_path / "huge", tmp_path / "taller"
+    for path in huge, taller:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    small(name).close()
+    with taller.open("r+b") as f:
+        f.write((scenes.SHM / f"shmcache.{name}").read_bytes())
+    with scenes.prompt():
+        for path, says in (huge, "blank"), (taller, "too large"):
+            code, out, err = run("show", "--file", str(path))
+            assert (code, out) == (4, "") and says in err
+    shmcache.unlink(name)
+
+
 def test_events_that_are_there_are_not_denied(name: str) -> None:
     with small(name) as cache:
         store(cache, "k")
