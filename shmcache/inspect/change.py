@@ -83,7 +83,7 @@ def reap_(name: str, yes: bool, as_json: bool) -> int:
 @yes_option
 @json_option
 def unpin_(name: str, dead: bool, yes: bool, as_json: bool) -> int:
-    """Give back pins of dead attachments, with all else that they hold: it is what `reap` does."""
+    """With all else that they hold: it is what `reap` does."""
     reader = Reader.open(name)
     _refuse_poisoned(reader)
     n, held, pins = _dead(reader)
@@ -216,7 +216,7 @@ def _orphan_regions() -> list[str]:
 @yes_option
 @json_option
 def gc_(persistent: bool, yes: bool, as_json: bool) -> int:
-    """Remove segments that are proven abandoned: ephemeral, half-made, half-removed or poisoned, nobody attached."""
+    """Those that are ephemeral, half-made, half-removed or poisoned, with nobody attached, and stray files."""
     found = {name: why for name in _shmfs.control_files() if (why := _abandoned(name, persistent, False)) is not None}
     orphans = _orphan_regions()
     if (found or orphans) and not as_json:

@@ -33,7 +33,7 @@ _SHOWN = 20
 @click.option("--no-checksums", is_flag=True, help="Tables only: do not read the bytes of all parts.")
 @json_option
 def verify_(reader: Reader, no_checksums: bool, as_json: bool) -> int:
-    """Check all invariants: in a copy or an abandoned segment without the lock, else asking for it for 2 s."""
+    """Without the lock in a copy or an abandoned segment, else asking for it for 2 s. Checksums need none."""
     barred = ""  # why the lock was not to be had
     if reader.copy:
         how, violations = "copy", check_copy(reader.control.base, reader.size)

@@ -93,9 +93,20 @@ def group() -> None:
 # ---- what verbs share ---------------------------------------------------------------------------
 
 
+def cleandoc(text: str) -> str:
+    """As inspect.cleandoc, which takes 4 ms to import."""
+    first, _, rest = text.strip().partition("\n")
+    return "\n".join([first, *(line.removeprefix("    ") for line in rest.splitlines())])
+
+
 def verb(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A click command with its help from VERBS."""
-    return click.command(name, help=VERBS[name][1], context_settings={"help_option_names": ["-h", "--help"]})
+    """A click command; its help is what VERBS says, then what its own docstring has to add."""
+
+    def made(f: Callable[..., Any]) -> click.Command:
+        words = "\n\n".join(filter(None, (VERBS[name][1], cleandoc(f.__doc__ or ""))))
+        return click.command(name, help=words, context_settings={"help_option_names": ["-h", "--help"]})(f)
+
+    return made
 
 
 def complete_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -153,6 +164,9 @@ class Seconds(click.FloatRange):
 
     def __init__(self, least: float, most: float = 1e8) -> None:
         super().__init__(least, most)
+
+    def _describe_range(self) -> str:
+        return f"at least {self.min:g}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = float(super().convert(value, param, ctx))

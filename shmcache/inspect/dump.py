@@ -55,7 +55,7 @@ def _progress(what: str, total: int) -> Iterator[Any]:
 @click.option("--namespace", metavar="NAME", help="Only this one.")
 @json_option
 def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
-    """Write all complete chunks to a safetensors file. Attaches; each chunk is held while it is written."""
+    """Those that are complete. Attaches, as an engine does; each chunk is held while it is written."""
     if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):  # it would be replaced
         raise Stop(Exit.USAGE, f"{file} is there, and no regular file: name another")
     reader = Reader.open(name)
@@ -149,7 +149,7 @@ def _dump_chunk(writer: Writer, index: int, handle: Any, key: Any, verify: bool)
 @yes_option
 @json_option
 def load_(file: str, name: str, capacity: str | None, yes: bool, as_json: bool) -> int:
-    """Put the chunks of a dump into a segment, made if it is absent. Evicts nothing: the hottest that fit are loaded.
+    """The segment is made if it is absent. Evicts nothing: the hottest that fit are loaded.
 
     What is there already stays and is skipped, so a load that was interrupted is finished by another.
     """

@@ -67,7 +67,7 @@ def check_there(name: str) -> None:
 @click.option("--address", default="127.0.0.1", show_default=True, help="Labels are not for everybody: think first.")
 @json_option
 def metrics_(names: tuple[str, ...], port: int | None, address: str, as_json: bool) -> int:
-    """Prometheus metrics of all segments, or of these NAMES: served with --port, else printed once."""
+    """Or of these NAMES. Served with --port, else printed once."""
     from prometheus_client import generate_latest, start_http_server
 
     if port is not None and as_json:

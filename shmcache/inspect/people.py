@@ -171,7 +171,7 @@ def _select(reader: Reader, budget: Budget, dead: bool) -> list[dict[str, Any]]:
 @click.option("--limit", type=click.IntRange(1), default=200, show_default=True, help="Rows to print.")
 @json_option
 def holds_(reader: Reader, dead: bool, older_than: float | None, limit: int, as_json: bool) -> int:
-    """References and pins, and whose they are, the oldest first. Ages are good to 0.1 s."""
+    """The oldest first; ages are good to 0.1 s."""
     budget = Budget()
     rows = [r for r in _select(reader, budget, dead) if older_than is None or r["age"] >= older_than]
     shown = rows[:limit]

@@ -70,7 +70,7 @@ class _State:
 @click.option("--interval", type=Seconds(_FASTEST, _SLOWEST), default=1.0, show_default=True, metavar="SECONDS")
 @json_option
 def top_(name: str | None, interval: float, as_json: bool) -> int:
-    """Live view of one segment, or of all in turn. Keys: q quit, p pause, s sort, + and - speed, n next segment.
+    """Of one segment, or of all in turn. Keys: q quit, p pause, s sort, + and - speed, n next segment.
 
     With --json: what it shows of one interval, once, of each.
     """
