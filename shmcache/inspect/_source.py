@@ -18,7 +18,6 @@ from .._names import check_name, control_name, path_of
 from ..errors import SegmentCorruptError
 from ._stop import Exit, Stop
 
-
 _HEADER = 1 << 20  # more than a header takes
 _LARGEST = 1 << 36  # that of an arena of 12 TiB
 
