@@ -13,7 +13,7 @@ from ._keytext import KIND_NAMES, Raw, is_pattern, matcher, short, show
 from ._reader import Reader
 from ._records import LINKED, WRITING, events, holds, parts_of, raw_key
 from ._records import Budget as _Budget
-from ._render import accuracy, age, print_json, say
+from ._render import accuracy, age, print_json, say, size
 from ._stop import Exit, Stop
 from .cli import end, json_option, source_and_key, verb
 from .key import parse_key, resolve
@@ -152,9 +152,13 @@ def _history(reader: Reader, found: list[Event], wanted: set[Raw]) -> tuple[list
     def row(e: Event) -> dict[str, Any]:
         who = f"pid {e.pid}" + (f" ({labels[e.pid]})" if labels.get(e.pid) else "")
         what = "became complete" if e.kind == "admit" else f"went ({e.cause})"
+        after = (f for f in found if f.seq > e.seq and f.pid == e.pid and f.kind == "admit")
+        room_for = next(after, None) if e.cause == "evict" else None  # what its evictor stored next
         return {
             "seq": e.seq, "ago": max(0, now - e.time_ns) / 1e9, "kind": e.kind, "cause": e.cause, "what": what,
             "namespace": e.namespace, "generation": e.generation, "pid": e.pid, "by": who, "complete": e.complete,
+            "room_for": None if room_for is None else {"key": show(*encode(room_for.key)), "bytes": room_for.bytes,
+                                                      "namespace": room_for.namespace},
         }  # fmt: skip
 
     since = max(0, now - found[0].time_ns) / 1e9 if found else 0.0
@@ -188,7 +192,9 @@ def _verdict(
     if last is not None and last["kind"] == "remove":
         word, sentence = _REMOVED.get(last["cause"], ("removed", "gone {ago} ago by {who}"))
         parts = "" if last["complete"] else " It was not complete then."
-        return word, f"it was {sentence.format(ago=age(last['ago']), who=last['by'])}.{parts}"
+        for_ = last["room_for"]
+        next_ = f": it stored {short(for_['key'], 24)} ({size(for_['bytes'])}) next" if for_ else ""
+        return word, f"it was {sentence.format(ago=age(last['ago']), who=last['by'])}{next_}.{parts}"
     for f in here:
         return "removed", f"in {f['namespace']!r} it is {f['state']}."
     if past and index is not None:

@@ -102,6 +102,9 @@ def test_an_eviction_names_who_did_it_and_when(scrap: str, fork: Any) -> None:
         assert found["verdict"] == "evicted"
         assert f"by pid {child.pid} (hungry), to make room" in found["text"]
         assert found["history"][-1]["ago"] < 30
+        room_for = found["history"][-1]["room_for"]
+        assert room_for["key"].startswith("('other', ") and room_for["bytes"] >= 900_000
+        assert f"it stored {room_for['key']} (" in found["text"]
 
 
 def test_what_the_ring_forgot_is_said_to_be_forgotten(name: str) -> None:
