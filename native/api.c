@@ -179,6 +179,19 @@ int shmc_slot_of(shmc *h)
     return slot == NIL ? -1 : (int)slot;
 }
 
+/* The generation goes with it: nobody takes it for a later owner's, and it is never put over one of those
+ * (by a process that was wrongly reaped). So neither claiming nor reaping has to clear it. */
+int shmc_note_pinning(shmc *h, uint32_t state, uint32_t regions)
+{
+    int rc = enter(h, true);
+    if (rc) return rc;
+    uint64_t *word = &h->core.slots[h->slot].pinning;
+    uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED), note = (uint64_t)h->slot_gen << 32 | (uint64_t)(state & 7) << 29 | (regions & 0x1fffffff);
+    while ((int32_t)(h->slot_gen - (uint32_t)(seen >> 32)) >= 0 && !__atomic_compare_exchange_n(word, &seen, note, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    leave(h);
+    return SHMC_OK;
+}
+
 int shmc_attach(shmc *h, int32_t rank, const char *label)
 {
     int32_t pid;

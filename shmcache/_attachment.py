@@ -49,6 +49,7 @@ class Attachment:
     """See the module. Made by `Attachment.claim`, under the handshake of the segment."""
 
     __slots__ = (
+        "__weakref__",
         "_committer",
         "_deferred",
         "_home",
@@ -104,6 +105,7 @@ class Attachment:
             raise new.error(rc, "attach")
         slot = lib.shmc_slot_of(new.handle)
         new._slot = (slot, new._slot_state(slot)[0])
+        mapping.pinner.serve(new)
         return new
 
     def _slot_state(self, slot: int) -> tuple[int, int]:

@@ -4,9 +4,10 @@ Whether a segment has them is decided when it is made: bits of shmc_geometry.fla
 which. The writer computes one over the object's bytes at put and stores it in the block's description
 (`_meta`, version 2) before the block is published, so that whoever reads the one can read the other.
 
-One algorithm is enough: XXH3 of 64 bits. It runs at the speed of memory (ten times that of zlib's
-crc32, half as fast again as CRC32C in hardware), misses a damage once in 2**64, and lets other threads run.
-It finds what failing memory and stray writes do; against forgery it is nothing.
+XXH3 of 64 bits is the one to take: it runs at the speed of memory (ten times that of zlib's crc32),
+and misses a damage once in 2**64. CRC-32C, of 32 bits, is for those who compare with sums made elsewhere (storage,
+networks). Both let other threads run. They find what failing memory and stray writes do; against forgery
+they are nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ._core import META_MAX
 from ._meta import CHECKSUM_BYTES, Layout
 from .errors import SegmentMismatchError
 
-CHECKSUMS = ("none", "xxh3")  # the place is the number in the flags
+CHECKSUMS = ("none", "xxh3", "crc32c")  # the place is the number in the flags
 
 _SHIFT, _MASK = 4, 0xF
 
@@ -29,7 +30,7 @@ def checksum_flags(name: str) -> int:
 
 
 def checksum_name(flags: int) -> str:
-    """The name that a geometry's flags stand for; one of a newer version as "#2"."""
+    """The name that a geometry's flags stand for; one of a newer version as "#9"."""
     number = flags >> _SHIFT & _MASK
     return CHECKSUMS[number] if number < len(CHECKSUMS) else f"#{number}"
 
@@ -42,10 +43,15 @@ class Checksum:
     digest: Callable[[Any], int]
 
     def __init__(self, name: str) -> None:
-        import xxhash
-
         self.name = name
-        self.digest = xxhash.xxh3_64_intdigest
+        if name == "crc32c":
+            import crc32c
+
+            self.digest = crc32c.crc32c
+        else:
+            import xxhash
+
+            self.digest = xxhash.xxh3_64_intdigest
 
     @staticmethod
     def check_room(layout: Layout) -> None:

@@ -63,8 +63,9 @@ def open(
     numa, hugepages
         where and how memory is placed; `stats()` says what was obtained.
     checksum
-        "xxh3": a put computes a checksum of the bytes and stores it beside them. `get(verify=True)` and
-        `shmcache-inspect verify` compare it, in any process. "none" (default): neither cost nor check.
+        "xxh3" or "crc32c": a put computes a checksum of the bytes and stores it beside them. `get(verify=True)`
+        and `shmcache-inspect verify` compare it, in any process. "xxh3" is faster and longer. "none" (default):
+        neither cost nor check.
     pin
         register the memory with CUDA in this process, region by region in the background, so that copies
         to and from devices are fast. It is only about speed: what is not pinned, or not yet, works too.

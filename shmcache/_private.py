@@ -54,6 +54,9 @@ class _Unpinned:
     def poke(self) -> None:
         """Nothing was asked for."""
 
+    def serve(self, _attachment: Attachment) -> None:
+        """Nobody else can look."""
+
     def wait(self, _timeout: float) -> bool:
         return False
 

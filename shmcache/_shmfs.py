@@ -36,7 +36,10 @@ def open_shm(name: str, *, read_only: bool = False) -> int:
 
 def _check_regular(name: str, st: os.stat_result) -> None:
     if not stat.S_ISREG(st.st_mode):
-        raise SegmentCorruptError(f"{path_of(name)} is no regular file")
+        raise SegmentCorruptError(
+            f"{path_of(name)} is no regular file",
+            hint="shmcache did not make it: look what it is, and remove it by hand",
+        )
 
 
 def create_shm(name: str, mode: int) -> int:

@@ -134,7 +134,7 @@ class SharedCache(DefaultMethods):
 
     @property
     def checksum(self) -> str:
-        """What is kept beside each part to verify it by: "none" or "xxh3"."""
+        """What is kept beside each part to verify it by: "none", "xxh3" or "crc32c"."""
         checksum = self._attachment.checksum
         return "none" if checksum is None else checksum.name
 

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 import weakref
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from ._auto import Auto
 from ._commit import in_thread, populate_region
@@ -38,7 +38,17 @@ _IDLE_POLL = 0.25
 _POLL_EACH = 1e-4  # longer for many regions: a look at one costs 3 us
 _BREATH = 0.1  # of a call's time, between two: in it the driver keeps locks that launches and copies need
 _CAPTURE_POLL = 1.0
+_STATES = {
+    "off": lib.SHMC_PIN_OFF, "running": lib.SHMC_PIN_RUNNING, "done": lib.SHMC_PIN_DONE, "failed": lib.SHMC_PIN_FAILED,
+}  # fmt: skip
 _JOIN = 1.0  # a call in flight takes about 0.1 s per GiB; past this it is left behind
+
+
+class Attached(Protocol):
+    """What can tell others: an attachment on the segment."""
+
+    @property
+    def handle(self) -> Any: ...
 
 
 class Pinner:
@@ -60,8 +70,20 @@ class Pinner:
         self._state: Literal["off", "running", "done", "failed"] = "off"
         self._detail = ""
         self._pinned = 0  # bytes
+        self._regions = 0  # of them, how many regions
+        self._attachments: weakref.WeakSet[Attached] = weakref.WeakSet()  # whose slots say so, for people
         self._foreign = 0  # of them, registered by somebody else in this process
         _pinners.add(self)
+
+    def serve(self, attachment: Attached) -> None:
+        """From now on its slot tells other processes what was obtained here."""
+        self._attachments.add(attachment)
+        self._tell()
+
+    def _tell(self) -> None:
+        state = _STATES[self._state]
+        for attachment in list(self._attachments):  # one that is closed, or a forked parent's, is no harm
+            lib.shmc_note_pinning(attachment.handle, state, self._regions)
 
     def ask(self, pin: bool | Auto, who: int) -> None:
         """A handle's wish: True, AUTO or False. `who` tells the processes of a host apart."""
@@ -105,6 +127,7 @@ class Pinner:
         self._detail = ""
         self._settled = self._started = True
         self._state = "running"
+        self._tell()
         end = functools.partial(_unregister, runtime, self._registered, os.getpid(), self._name)
         arena.before_unmap.append(end)
         self._thread = in_thread(functools.partial(self._run, arena, runtime), "pin")
@@ -170,6 +193,7 @@ class Pinner:
             return
         if not left:
             self._state = "done"
+            self._tell()
 
     def _is_there(self, arena: Arena, i: int) -> bool:
         """Whether region i is committed, and mapped page by page here; if nobody else does that, now."""
@@ -195,6 +219,8 @@ class Pinner:
         else:
             self._foreign += length
         self._pinned += length
+        self._regions += 1
+        self._tell()
         # A driver may keep pinned memory from forked children, for the sake of private pages. Ours are shared.
         lib.shmc_inherit(ffi.cast("void *", address), size)
         return 0
@@ -202,6 +228,7 @@ class Pinner:
     def _fail(self, why: str) -> None:
         self._detail = why
         self._state = "failed"
+        self._tell()
         log.warning(
             "segment %r: pinning failed, %s of %s are pinned: %s; copies between a device and the rest are "
             "pageable: slower, and they make the thread that starts them wait",
@@ -217,7 +244,7 @@ class Pinner:
         self._thread = None
         if self._asked and _lost:
             self._settled, self._state, self._detail = True, "off", "forked child"
-            self._pinned = self._foreign = 0
+            self._pinned = self._foreign = self._regions = 0
 
 
 def first_region(who: int, n: int) -> int:

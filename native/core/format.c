@@ -24,10 +24,10 @@ uint64_t shmc_fingerprint(void)
         sizeof(shmc_geometry), N_BINS, N_LEVELS, JOURNAL_CAP, EVENT_SLACK,
         F(struct header, state), F(struct header, lock), F(struct header, seq), F(struct header, event_head),
         F(struct header, bin), F(struct header, level_head), F(struct header, level_map), F(struct header, stat), F(struct header, journal),
-        F(struct slot, holds), F(struct slot, label), F(struct namespace, name), F(struct namespace, desc),
+        F(struct slot, holds), F(struct slot, label), F(struct slot, pinning), F(struct namespace, name), F(struct namespace, desc),
         F(struct region, state), F(struct region, first), F(struct chunk, stamp), F(struct chunk, hnext), F(struct chunk, held),
         F(struct chunk, pprev), F(struct chunk, ns), F(struct chunk, flags), F(struct chunk, ktype), F(struct block, holds),
-        F(struct block, state), F(struct block, size), F(struct block, meta), F(struct hold, deadline), F(struct hold, slot_gen),
+        F(struct block, state), F(struct block, size), F(struct block, meta), F(struct hold, deadline), F(struct hold, slot_gen), F(struct hold, taken),
         F(struct event_rec, kind), F(struct event_rec, key),
     };
     uint64_t h = 1469598103934665603u;                       /* FNV-1a */
@@ -269,6 +269,10 @@ int shmc_peek_slot(const void *base, uint64_t size, uint32_t slot, shmc_slot_inf
     load_record(base, &s, (const uint8_t *)base + place(&g).slots + (uint64_t)slot * sizeof s, sizeof s);
     *out = (shmc_slot_info){.state = s.state, .gen = s.gen, .rank = s.rank, .holds = s.n_holds, .pid = s.pid, .writes = s.n_writes, .leaving = s.leaving,
         .start_time = s.start_time, .start_stack = s.start_stack, .attached_ns = s.attached_ns};
+    if (s.pinning >> 32 == s.gen) {
+        out->pin_state = (uint32_t)(s.pinning >> 29 & 7);
+        out->pinned_regions = (uint32_t)(s.pinning & 0x1fffffff);
+    }
     memcpy(out->label, s.label, sizeof out->label);
     out->label[sizeof out->label - 1] = 0;
     return SHMC_OK;

@@ -101,7 +101,8 @@ struct slot {
     uint32_t holds, writes, n_holds, n_writes;  /* logged */
     char label[SHMC_LABEL_MAX];             /* unlogged: unreachable until state = LIVE */
     uint32_t leaving, spare0;               /* atomic: its generation, once the owner has closed and could not get the lock */
-    uint64_t spare[3];
+    uint64_t pinning;                       /* atomic: gen << 32 | shmc_pin_state << 29 | regions; its owner's word, void in another generation */
+    uint64_t spare[2];
 };
 
 struct namespace {
@@ -157,13 +158,14 @@ struct block {
 /* H_WRITE and H_WRITE_PIN: on a block that was not published when they were taken */
 enum hold_kind { H_FREE = 0, H_REF = 1, H_WRITE = 2, H_BLOCK_PIN = 3, H_KEY_PIN = 4, H_LOOKUP_PIN = 5, H_WRITE_PIN = 6 };
 
-/* One reference on a block or one pin on a chunk, owned by one attachment. 36 bytes. */
+/* One reference on a block or one pin on a chunk, owned by one attachment. 40 bytes. */
 struct hold {
     uint32_t target, gen;
     uint32_t sprev, snext, tprev, tnext;    /* the slot's list, the target's list (tnext: free list) */
     uint32_t deadline;                      /* tick at which a lease ends, 0: none */
     uint16_t slot, kind;
     uint32_t slot_gen;
+    uint32_t taken;                         /* unlogged: tick when it was taken, for people */
 };
 
 struct event_rec {
@@ -177,7 +179,7 @@ struct event_rec {
 _Static_assert(sizeof(struct chunk) == 128, "chunk record");
 _Static_assert(sizeof(struct block) == 112, "block record");
 _Static_assert(offsetof(struct block, meta) % 8 == 0 && SHMC_META_MAX % 8 == 0, "journalled as words");
-_Static_assert(sizeof(struct hold) == 36, "hold record");
+_Static_assert(sizeof(struct hold) == 40, "hold record");
 _Static_assert(sizeof(struct slot) == 120, "slot record");
 _Static_assert(sizeof(struct event_rec) == 120, "event record");
 _Static_assert(sizeof(struct region) == 48, "region record");

@@ -173,7 +173,7 @@ int shmc_peek_holds(const void *base, uint64_t size, uint32_t *cursor, shmc_hold
         load_record(c.hdr, &k, &c.holds[*cursor], sizeof k);
         if (k.kind == H_FREE) continue;
         bool on_block = hold_on_block(k.kind);
-        out[(*n)++] = (shmc_hold_info){.hold = *cursor, .gen = k.gen, .kind = k.kind, .slot = k.slot, .slot_gen = k.slot_gen, .deadline = k.deadline,
+        out[(*n)++] = (shmc_hold_info){.hold = *cursor, .gen = k.gen, .kind = k.kind, .slot = k.slot, .slot_gen = k.slot_gen, .deadline = k.deadline, .taken = k.taken,
             .block = on_block ? k.target : NIL, .chunk = !on_block ? k.target : k.target < c.n_blocks ? PEEK(&c.blocks[k.target].chunk) : NIL};
     }
     return *cursor < c.n_holds ? SHMC_MORE : SHMC_OK;

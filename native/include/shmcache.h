@@ -49,12 +49,13 @@ enum shmc_status {
 
 enum shmc_limits {
     SHMC_KEY_MAX = 64, SHMC_META_MAX = 48, SHMC_NAME_MAX = 256, SHMC_DESC_MAX = 1024,
-    SHMC_LABEL_MAX = 32, SHMC_PARTS_MAX = 4096, SHMC_FORMAT_VERSION = 2
+    SHMC_LABEL_MAX = 32, SHMC_PARTS_MAX = 4096, SHMC_FORMAT_VERSION = 3
 };
 
 enum shmc_state { SHMC_S_NONE = 0, SHMC_S_INIT = 1, SHMC_S_READY = 2, SHMC_S_UNLINKING = 3, SHMC_S_POISONED = 4 };
 enum shmc_region_state { SHMC_R_ABSENT = 0, SHMC_R_COMMITTING = 1, SHMC_R_READY = 2 };
 enum shmc_slot_state { SHMC_SLOT_FREE = 0, SHMC_SLOT_LIVE = 1, SHMC_SLOT_QUARANTINE = 2, SHMC_SLOT_REAPING = 3 };
+enum shmc_pin_state { SHMC_PIN_OFF = 0, SHMC_PIN_RUNNING = 1, SHMC_PIN_DONE = 2, SHMC_PIN_FAILED = 3 };
 enum shmc_policy { SHMC_LRU = 0, SHMC_FIFO = 1, SHMC_MRU = 2, SHMC_LFU = 3 };
 enum shmc_event_kind { SHMC_EV_ADMIT = 1, SHMC_EV_REMOVE = 2 };
 enum shmc_event_cause { SHMC_BY_PUT = 1, SHMC_BY_EVICT = 2, SHMC_BY_REMOVE = 3, SHMC_BY_CLEAR = 4, SHMC_BY_BUMP = 5 };
@@ -124,7 +125,8 @@ typedef struct {
 typedef struct {
     uint32_t state, gen, rank, holds;
     int32_t pid; uint32_t writes;
-    uint32_t leaving, spare;         /* leaving == gen: its owner has closed, anyone may reap it */
+    uint32_t leaving, pin_state;     /* leaving == gen: its owner has closed, anyone may reap it */
+    uint32_t pinned_regions, spare;  /* what its process says of itself */
     uint64_t start_time, start_stack, attached_ns;
     char label[32];
 } shmc_slot_info;
@@ -183,7 +185,7 @@ typedef struct {
     uint8_t meta[48];
 } shmc_block_info;
 
-typedef struct { uint32_t hold, gen, kind, slot, slot_gen, block, chunk, deadline; } shmc_hold_info;
+typedef struct { uint32_t hold, gen, kind, slot, slot_gen, block, chunk, deadline, taken, spare; } shmc_hold_info;
 
 typedef struct { uint32_t slots, holds, blocks, quarantined; } shmc_reap_report;
 typedef struct { int32_t pid; uint32_t op; uint64_t age_ns; } shmc_holder;
@@ -213,6 +215,8 @@ int shmc_attach(shmc *h, int32_t rank, const char *label);
 int shmc_detach(shmc *h, uint64_t wait_ns, uint32_t *dropped);
 int shmc_check(shmc *h);                       /* 0, SHMC_E_CLOSED, SHMC_E_FORKED: no lock */
 int shmc_slot_of(shmc *h);
+/* shmc_note_pinning -- for people: how many regions this process has registered with a device. No lock. */
+int shmc_note_pinning(shmc *h, uint32_t state, uint32_t regions);
 void shmc_last_holder(shmc *h, shmc_holder *out);
 const char *shmc_op_name(uint32_t op);
 int shmc_slot(shmc *h, uint32_t slot, shmc_slot_info *out);

@@ -59,6 +59,7 @@ def families(readers: dict[str, Reader | None]) -> Iterator[Metric]:
     free = {(n,): room().free for n in there}
     yield gauge("room_bytes", "What /dev/shm, or the memory cgroup, still has for anybody.", free)
     yield gauge("attachments", "Attachments: live, dead.", _attachments(there), ("life",))
+    yield gauge("pinning", "Living processes by what they got of pinned memory.", _pinning(there), ("pinning",))
     yield from _namespaces(there, counter, gauge)
 
 
@@ -68,6 +69,15 @@ def _attachments(readers: dict[str, Reader]) -> dict[tuple[str, str], int]:
         slots = reader.slots()
         dead = sum(s.dead for s in slots)
         out[name, "live"], out[name, "dead"] = len(slots) - dead, dead
+    return out
+
+
+def _pinning(readers: dict[str, Reader]) -> dict[tuple[str, str], int]:
+    out = {}
+    for name, reader in readers.items():
+        states = {s.pid: s.pin_state for s in reader.slots() if not s.dead}  # handles of a process share it
+        for state in ("off", "running", "done", "failed"):
+            out[name, state] = sum(s == state for s in states.values())
     return out
 
 

@@ -85,7 +85,8 @@ def examine(reader: Reader, slots: list[Slot], stats: dict[str, Any], lock: Lock
     _lock(add, reader, lock, held_for)
     _handshake(add, reader)
     _attachments(add, reader, slots, stats)
-    _memory(add, reader, stats)
+    _pinning(add, reader, slots)
+    _memory(add, reader, slots, stats)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(found, key=lambda f: order[f.level])
 
@@ -147,23 +148,25 @@ def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, A
     dead = [s for s in slots if s.dead]
     lost = sum(s.holds + s.writes for s in dead)
     if not reader.held and reader.state != "ready":
-        add("info", "abandoned", "Nobody is attached: it may be removed.", "`shmcache-inspect gc` removes it.")
+        add("info", "abandoned", "Nobody is attached (an orphan): it may go.", "`shmcache-inspect gc` removes it.")
     elif not reader.held:
         if reader.lifetime == "ephemeral":
             add(
                 "warning",
                 "ephemeral-abandoned",
-                "It is ephemeral and nobody is attached.",
+                "It is ephemeral and nobody is attached (an orphan).",
                 "`shmcache-inspect gc` removes it.",
             )
         else:
             add(
                 "info",
                 "abandoned",
-                f"Nobody is attached; {size(stats['bytes']['used'])} wait for a warm restart"
+                f"Nobody is attached (an orphan); {size(stats['bytes']['used'])} wait for a warm restart"
                 + (f", with {some(len(dead), 'dead attachment')} to clear away" if dead else "")
+                + (f" that had {some(lost, 'hold')}" if lost else "")
                 + ".",
-                f"Nothing, or `shmcache-inspect unlink {name}` to free the memory.",
+                "Nothing: the next engine to open it clears away and starts warm. "
+                f"Or `shmcache-inspect unlink {name}` to free the memory.",
             )
     elif lost:
         add(
@@ -202,17 +205,33 @@ def _attachments(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, A
         )
 
 
-def _memory(add: Any, reader: Reader, stats: dict[str, Any]) -> None:
+def _pinning(add: Any, reader: Reader, slots: list[Slot]) -> None:
+    failed = sorted({s.pid for s in slots if s.pin_state == "failed" and not s.dead})
+    if failed:
+        regions = min(s.pinned_regions for s in slots if s.pid in failed)
+        add(
+            "warning",
+            "pinning-failed",
+            f"Pinning failed in {some(len(failed), 'process', 'processes')} (pid {', '.join(map(str, failed[:8]))}), "
+            f"the least has {regions} of {reader.geometry.n_regions} regions: copies of the rest are slow.",
+            "Its log has the reason (logger `shmcache`), its stats().pinning too: often `ulimit -l`.",
+        )
+
+
+def _memory(add: Any, reader: Reader, slots: list[Slot], stats: dict[str, Any]) -> None:
     b, c, g = stats["bytes"], stats["counts"], reader.geometry
     unpublished = max(0, b["used"] - b["evictable"] - b["pinned"])
     kept = b["pinned"] + unpublished
-    if b["capacity"] and kept > 0.9 * b["capacity"]:
+    lost = sum(s.holds + s.writes for s in slots if s.dead)
+    if (reader.held or reader.copy) and b["capacity"] and kept > 0.9 * b["capacity"]:
+        dead = f"{some(lost, 'hold')} are of the dead: `shmcache-inspect reap {reader.name}` returns them. "
         add(
             "warning",
             "pinned-full",
             f"{percent(kept, b['capacity'])} of the memory is pinned, held or being written: "
             "little can be evicted, so stores fail.",
-            f"See who: `shmcache-inspect holds {reader.name}`. Release pins sooner, use leases, or a larger capacity.",
+            f"{dead if lost else ''}See who: `shmcache-inspect holds {reader.name}`. "
+            "Release pins sooner, use leases, or a larger capacity.",
         )
     if c["holds"] > _NEARLY * g.max_holds:
         add(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import unicodedata
 from collections.abc import Callable
 
 from .._keys import BYTES_TYPE, INT_TYPE, STR_TYPE, decode, encode
@@ -39,9 +40,21 @@ def show(kind: int, raw: bytes) -> str:
     return f"0x{raw.hex()}"
 
 
+def cells(text: str) -> int:
+    """Columns of a terminal that it takes."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
+
+
 def short(text: str, width: int) -> str:
-    """At most `width` characters; what is cut off is `…`, which `key` and `why` take as a wildcard."""
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """At most `width` columns; what is cut off is `…`, which `key` and `why` take as a wildcard."""
+    if cells(text) <= width:
+        return text
+    text = text[: width - 1]
+    while cells(text) > width - 1:
+        text = text[:-1]
+    return text + "…"
 
 
 def parse(text: str) -> list[Raw]:
@@ -50,15 +63,34 @@ def parse(text: str) -> list[Raw]:
         try:
             return [encode(bytes.fromhex(text[2:]))]
         except ValueError:
-            raise ValueError(f"key {text!r}: 0x is followed by pairs of hex digits, at most 64") from None
+            raise ValueError(f"key {_begin(text)}: 0x is followed by pairs of hex digits, at most 64") from None
     if text.startswith("int:"):
-        return [encode(int(text[4:], 0))]
+        return [encode(_number(text[4:], text))]
     if text.startswith("str:"):
-        return [encode(_ESCAPED.sub(lambda m: m[0].encode("ascii").decode("unicode_escape"), text[4:]))]
-    found = [encode(text), encode(text.encode())]
+        try:
+            return [encode(_ESCAPED.sub(lambda m: m[0].encode("ascii").decode("unicode_escape"), text[4:]))]
+        except UnicodeError:
+            raise ValueError(f"key {_begin(text)}: there is no such character") from None
+    try:
+        raw = text.encode()
+    except UnicodeError:
+        raise ValueError(f"key {_begin(text)} is not UTF-8: give its bytes, as 0x...") from None
+    found = [encode(text), encode(raw)]
     if re.fullmatch(r"-?[0-9]+", text):
-        found.append(encode(int(text)))
+        found.append(encode(_number(text, text)))
     return found
+
+
+def _begin(text: str) -> str:
+    return repr(short(text, 60))
+
+
+def _number(digits: str, text: str) -> int:
+    """64 bytes hold at most 155 digits."""
+    try:
+        return int(digits[:200], 0) if digits[:2].lower() in ("0x", "0b", "0o") else int(digits[:200])
+    except ValueError:
+        raise ValueError(f"key {_begin(text)}: int: is followed by a whole number") from None
 
 
 def is_pattern(text: str) -> bool:

@@ -30,6 +30,12 @@ _SLOT_STATES = {
     lib.SHMC_SLOT_REAPING: "being reaped",
 }
 _LIVENESS = {lib.SHMC_ALIVE: "alive", lib.SHMC_EXECED: "exec'ed", lib.SHMC_GONE: "dead"}
+_PIN_STATES = {
+    lib.SHMC_PIN_OFF: "off",
+    lib.SHMC_PIN_RUNNING: "running",
+    lib.SHMC_PIN_DONE: "done",
+    lib.SHMC_PIN_FAILED: "failed",
+}
 _POLICY_NAMES = {number: name for name, number in POLICIES.items()}
 _LIFETIME_NAMES = {number: name for name, number in LIFETIMES.items()}
 REGION_STATES = {lib.SHMC_R_ABSENT: "absent", lib.SHMC_R_COMMITTING: "committing", lib.SHMC_R_READY: "ready"}
@@ -49,6 +55,8 @@ class Slot:
     holds: int
     writes: int
     age: float | None  # seconds
+    pin_state: str  # of its process, by its own word: off, running, done, failed
+    pinned_regions: int
 
     @property
     def dead(self) -> bool:
@@ -192,6 +200,8 @@ class Reader:
                     holds=int(info.holds),
                     writes=int(info.writes),
                     age=max(0, now - int(info.attached_ns)) / 1e9,
+                    pin_state=_PIN_STATES.get(info.pin_state, "off"),
+                    pinned_regions=int(info.pinned_regions),
                 )
             )
         return found

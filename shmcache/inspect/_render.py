@@ -13,7 +13,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ._keytext import short
+from ._keytext import cells, short
+from ._plain import writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ._reader import Reader
 
 _NARROWEST = 6
+_MARKS = "<>=~"  # before the name of a column
 SCHEMA = 1  # of all JSON output; moves when a field changes its meaning or goes
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan", "good": "green", "dim": "dim", "head": "bold"}
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -31,8 +33,12 @@ def console() -> Console:
     """Standard output. Not a terminal, or NO_COLOR: no styles; 80 columns unless COLUMNS says otherwise."""
     from rich.console import Console
 
+    class _Console(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the process as if something were wrong
+
     plain = bool(os.environ.get("NO_COLOR"))
-    return Console(highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
+    return _Console(highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
 
 
 def print_json(verb: str, data: dict[str, Any], *, line: bool = False) -> None:
@@ -43,42 +49,53 @@ def print_json(verb: str, data: dict[str, Any], *, line: bool = False) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], styles: Sequence[str] | None = None) -> None:
-    """Columns whose name begins with `>` are numbers, to the right; those with `<` are cut short to fit the width."""
+    """Columns whose name begins with `>` are numbers, to the right. Where the width is small, those with `<` are cut
+    short, those with `=` go on in the next line, and then those with `~` are left out, the last first."""
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[str(cell) for cell in row] for row in rows]
-    if not cells:
+    rows_of_cells = [[writable(str(cell)) for cell in row] for row in rows]
+    if not rows_of_cells:
         return
     t = Table(box=None, pad_edge=False, header_style=STYLES["head"], padding=(0, 2, 0, 0))
-    widths = _fit(columns, cells, console().width)
+    widths = _fit(columns, rows_of_cells, console().width)
     for name, width in zip(columns, widths, strict=True):
-        t.add_column(name.lstrip("<>"), justify="right" if name[0] == ">" else "left", no_wrap=True, min_width=width)
-    for i, row in enumerate(cells):
-        cut = [short(cell, width) for cell, width in zip(row, widths, strict=True)]
-        t.add_row(*map(Text, cut), style=STYLES.get(styles[i], "") if styles else "")
+        if width:
+            t.add_column(name.lstrip(_MARKS), justify="right" if name[0] == ">" else "left",
+                         no_wrap=name[0] != "=", overflow="fold", min_width=width, max_width=width)  # fmt: skip
+    for i, row in enumerate(rows_of_cells):
+        shown = [
+            cell if name[0] == "=" else writable(short(cell, width))
+            for name, cell, width in zip(columns, row, widths, strict=True)
+            if width
+        ]
+        t.add_row(*map(Text, shown), style=STYLES.get(styles[i], "") if styles else "")
     console().print(t)
 
 
-def _fit(columns: Sequence[str], cells: list[list[str]], width: int) -> list[int]:
-    """Widths: what is there, less what the widest of the `<` columns must give up."""
-    widths = [max(len(name.lstrip("<>")), *(len(row[i]) for row in cells)) for i, name in enumerate(columns)]
-    soft = [i for i, name in enumerate(columns) if name[0] == "<"]
-    over = sum(widths) + 2 * (len(widths) - 1) - width
-    while over > 0 and soft:
-        widest = max(soft, key=lambda i: widths[i])
-        if widths[widest] <= _NARROWEST:
-            break
-        widths[widest] -= 1
-        over -= 1
-    return widths
+def _fit(columns: Sequence[str], rows: list[list[str]], width: int) -> list[int]:
+    """Widths: what is there, less what the widest of those that may be narrower must give up; 0: left out."""
+    natural = [max(len(name.lstrip(_MARKS)), *(cells(row[i]) for row in rows)) for i, name in enumerate(columns)]
+    least = [{"<": _NARROWEST, "=": 2 * _NARROWEST}.get(name[0], w) for name, w in zip(columns, natural, strict=True)]
+    optional = [i for i, name in enumerate(columns) if "~" in name[:2]]
+    whole = next((i for i, name in enumerate(columns) if name[0] == "="), -1)  # what the others give way to
+    while True:
+        widths = list(natural)
+        over = sum(widths) + 2 * (sum(w > 0 for w in widths) - 1) - width
+        while over > 0 and (soft := [i for i, w in enumerate(widths) if w > least[i]]):
+            widths[max(soft, key=lambda i: (i != whole, widths[i]))] -= 1
+            over -= 1
+        if over <= 0 or not optional:
+            return widths
+        last = optional.pop()
+        natural[last] = least[last] = 0
 
 
 def say(text: str = "", style: str = "") -> None:
     """Lines, wrapped at the width."""
     from rich.text import Text
 
-    console().print(Text(text, style=STYLES.get(style, style)))
+    console().print(Text(writable(text), style=STYLES.get(style, style)))
 
 
 def fields(pairs: Iterable[tuple[str, str]]) -> None:
@@ -90,7 +107,7 @@ def fields(pairs: Iterable[tuple[str, str]]) -> None:
     t.add_column(no_wrap=True, min_width=11, style=STYLES["dim"])
     t.add_column(overflow="fold")
     for name, value in pairs:
-        t.add_row(Text(name), Text(value))
+        t.add_row(Text(name), Text(writable(value)))
     console().print(t)
 
 
@@ -127,9 +144,9 @@ def count(n: int | float) -> str:
     return f"{n:,.0f}"
 
 
-def some(n: int, what: str) -> str:
+def some(n: int, what: str, many: str = "") -> str:
     """`1 hold`, `2 holds`."""
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+    return f"{n:,} {what if n == 1 else many or what + 's'}"
 
 
 def percent(part: float, whole: float) -> str:

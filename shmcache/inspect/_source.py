@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from typing import BinaryIO
 
 from .. import _shmfs
 from .._control import Control, CopiedControl
@@ -16,6 +17,9 @@ from .._handshake import noted_pid, permission_error
 from .._names import check_name, control_name, path_of
 from ..errors import SegmentCorruptError
 from ._stop import Exit, Stop
+
+_HEADER = 1 << 20  # more than a header takes
+_LARGEST = 1 << 36  # that of an arena of 12 TiB
 
 
 def open_live(name: str) -> tuple[Control, bool]:
@@ -64,17 +68,33 @@ def handshake_pid(name: str) -> int:
     return 0
 
 
+def _read_copy(f: BinaryIO) -> Control:
+    """Of a file that is no control file, only the beginning: it may be a terabyte of something else."""
+    data = bytearray(f.read(_HEADER))
+    control = CopiedControl(data)
+    if len(data) < _HEADER or control.status not in (lib.SHMC_OK, lib.SHMC_E_CORRUPT):
+        return control
+    if os.fstat(f.fileno()).st_size > _LARGEST:
+        raise MemoryError
+    del control  # it keeps the buffer as it is
+    data = bytearray(data)
+    data += f.read()
+    return CopiedControl(data)
+
+
 def open_copy(path: str) -> Control:
     """A copy of a control file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise Stop(Exit.NOT_A_SEGMENT, f"{path} is no regular file; give a copy of /dev/shm/shmcache.NAME")
         with open(path, "rb") as f:
-            control = CopiedControl(bytearray(f.read()))
+            control = _read_copy(f)
     except FileNotFoundError:
         raise Stop(Exit.NOT_FOUND, f"there is no file {path}") from None
     except PermissionError as e:
         raise Stop(Exit.REFUSED, f"{path}: {e.strerror}") from None
+    except MemoryError:
+        raise Stop(Exit.NOT_A_SEGMENT, f"{path} is too large for a control file, or for this process") from None
     if control.status:
         why = "it is blank, or of a segment that was not finished"
         if control.status != lib.SHMC_E_NOT_READY:

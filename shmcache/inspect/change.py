@@ -14,10 +14,10 @@ from .._core import ffi, lib
 from .._create import remove_segment
 from .._handshake import Handshake
 from .._keys import decode
-from .._names import check_name, path_of
+from .._names import SHM_FOLDER, check_name, path_of
 from ..errors import LockTimeoutError, SegmentCorruptError, SegmentPermissionError
 from ._attach import DEADLINE, attached, cache_of
-from ._keytext import printable, show
+from ._keytext import show
 from ._reader import Reader
 from ._records import HOLD_KINDS, LINKED, Budget, holds, raw_key
 from ._render import print_json, say, size, some, table
@@ -83,7 +83,7 @@ def reap_(name: str, yes: bool, as_json: bool) -> int:
 @yes_option
 @json_option
 def unpin_(name: str, dead: bool, yes: bool, as_json: bool) -> int:
-    """Give back pins of dead attachments, with all else that they hold: it is what `reap` does."""
+    """With all else that they hold: it is what `reap` does."""
     reader = Reader.open(name)
     _refuse_poisoned(reader)
     n, held, pins = _dead(reader)
@@ -124,12 +124,12 @@ def remove_(name: str, key: str, namespace: str | None, yes: bool, as_json: bool
     if not found:
         raise Stop(Exit.NOT_FOUND, f"key {key!r} is not in segment {name!r}; `why` tells what is known of it")
     if len(found) > 1:
-        choice = "; ".join(f"{show(*raw_key(c))} in {printable(space)!r}" for space, c in found)
+        choice = "; ".join(f"{show(*raw_key(c))} in {space!r}" for space, c in found)
         raise Stop(Exit.USAGE, f"key {key!r} may be: {choice}. Use --namespace and 0x..., str:... or int:...")
     space, chunk = found[0]
     kind, raw = raw_key(chunk)
     kept = f", {chunk.held} times held (their holders keep the bytes)" if chunk.held else ""
-    confirm(f"Remove {show(kind, raw)} from {printable(space)!r} of {name!r} ({size(chunk.bytes)}{kept})?", yes)
+    confirm(f"Remove {show(kind, raw)} from {space!r} of {name!r} ({size(chunk.bytes)}{kept})?", yes)
     with cache_of(name) as cache:
         removed = cache.namespace(space).remove(decode(kind, raw))
     if as_json:
@@ -152,7 +152,7 @@ def clear_(name: str, namespace: str | None, yes: bool, as_json: bool) -> int:
         namespace_index(reader, namespace)
         names = [namespace]
     chunks = sum(n.chunks for n in reader.namespaces().values() if n.name in names)
-    where = f"namespace {printable(namespace)!r} of " if namespace is not None else ""
+    where = f"namespace {namespace!r} of " if namespace is not None else ""
     confirm(f"Remove all chunks of {where}{name!r} that nobody holds, of {chunks}? Engines will start cold.", yes)
     with cache_of(name) as cache:
         removed = {space: cache.namespace(space).clear() for space in names}
@@ -200,8 +200,10 @@ def _orphan_regions() -> list[str]:
     """Region files without a control file. Looked for in this order, so that none of a creation under way is taken."""
     from .._names import parse_file
 
+    if not os.path.isdir(SHM_FOLDER):
+        return []
     files = [
-        (f"/{file}", f.segment) for file in os.listdir("/dev/shm") if (f := parse_file(file)) and f.region is not None
+        (f"/{file}", f.segment) for file in os.listdir(SHM_FOLDER) if (f := parse_file(file)) and f.region is not None
     ]
     there = set(_shmfs.control_files())
     return sorted(file for file, segment in files if segment not in there)
@@ -214,7 +216,7 @@ def _orphan_regions() -> list[str]:
 @yes_option
 @json_option
 def gc_(persistent: bool, yes: bool, as_json: bool) -> int:
-    """Remove segments that are proven abandoned: ephemeral, half-made, half-removed or poisoned, nobody attached."""
+    """Those that are ephemeral, half-made, half-removed or poisoned, with nobody attached, and stray files."""
     found = {name: why for name in _shmfs.control_files() if (why := _abandoned(name, persistent, False)) is not None}
     orphans = _orphan_regions()
     if (found or orphans) and not as_json:

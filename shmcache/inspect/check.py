@@ -18,7 +18,6 @@ from .. import _shmfs
 from .._core import ffi, lib, text
 from .._names import control_name
 from ..errors import LockTimeoutError, ShmCacheError
-from ._keytext import printable
 from ._payload import Payload, check_payload
 from ._reader import Reader
 from ._render import note, print_json, say, size, some
@@ -34,21 +33,27 @@ _SHOWN = 20
 @click.option("--no-checksums", is_flag=True, help="Tables only: do not read the bytes of all parts.")
 @json_option
 def verify_(reader: Reader, no_checksums: bool, as_json: bool) -> int:
-    """Check all invariants: in a copy or an abandoned segment without the lock, else asking for it for 2 s."""
+    """Without the lock in a copy or an abandoned segment, else asking for it for 2 s. Checksums need none."""
+    barred = ""  # why the lock was not to be had
     if reader.copy:
         how, violations = "copy", check_copy(reader.control.base, reader.size)
     elif not reader.held or reader.state != "ready":
         how, violations = "private copy: no lock needed", check_private(reader)
     else:
         note(f"asking for the lock of {reader.name!r}, for 2 s at most")
-        how, violations = _live(reader)
+        how, violations, barred = _live(reader)
     payload = None if no_checksums else check_payload(reader)
-    sound = not violations and not (payload and payload.mismatches)
+    sound = not violations and not barred and not (payload and payload.mismatches)
     if as_json:
         print_json("verify", {"name": reader.name, "how": how, "state": reader.state, "sound": sound,
-                              "violations": violations, "checksums": payload and payload.as_dict()})  # fmt: skip
+                              "violations": [barred, *violations] if barred else violations,
+                              "lock_error": barred or None, "checksums": payload and payload.as_dict()})  # fmt: skip
     else:
+        if barred:
+            say(f"Not looked at under its lock: {barred}", "error")
         _say_violations(how, violations)
+        if reader.state != "ready":
+            say(f"But the segment is {reader.state}: `shmcache-inspect show {reader.name}`", "error")
         if payload is not None:
             _say_payload(reader.name, payload)
     return Exit.SOUND if sound and reader.state != "poisoned" else Exit.UNHEALTHY
@@ -72,7 +77,7 @@ def _say_payload(name: str, p: Payload) -> None:
         say(f"{some(len(p.mismatches), 'part')} with other bytes than were put ({p.kind}, {read}):", "error")
         for m in p.mismatches[:_SHOWN]:
             key = "removed, still held" if m["key"] is None else m["key"]
-            say(f"  {printable(m['namespace'])!r} {key} part {m['part']}: put as {m['expected']}, is {m['actual']}")
+            say(f"  {m['namespace']!r} {key} part {m['part']}: put as {m['expected']}, is {m['actual']}")
         if len(p.mismatches) > _SHOWN:
             say(f"  and {len(p.mismatches) - _SHOWN} more: --json")
         say(f"  -> `shmcache-inspect remove {name} KEY` makes one a miss, to be stored anew.")
@@ -82,7 +87,8 @@ def _say_payload(name: str, p: Payload) -> None:
         say(f"{some(p.without, 'part')} without a checksum.", "warning")
 
 
-def _live(reader: Reader) -> tuple[str, list[str]]:
+def _live(reader: Reader) -> tuple[str, list[str], str]:
+    """How it was looked at, what was found, and why not with the lock."""
     from ._attach import attached
 
     try:
@@ -90,11 +96,11 @@ def _live(reader: Reader) -> tuple[str, list[str]]:
             out = ffi.new("char[]", _TEXT)
             rc = lib.shmc_verify(a.handle, out, _TEXT)
             if rc >= 0:
-                return "live, in one hold of the lock", _lines(out, rc)
+                return "live, in one hold of the lock", _lines(out, rc), ""
             raise a.error(rc, "verify")
     except ShmCacheError as e:
         why = "the lock was not to be had" if isinstance(e, LockTimeoutError) else "not attached"
-        return f"private copy: {why}", [str(e), *check_private(reader)]
+        return f"private copy: {why}", check_private(reader), str(e)
 
 
 def check_private(reader: Reader) -> list[str]:

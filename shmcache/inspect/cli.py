@@ -15,6 +15,7 @@ import click
 
 from .. import errors
 from .._version import __version__
+from ._plain import never_fail
 from ._stop import Exit, Stop
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,7 +38,7 @@ VERBS = {
     "verify": ("check", "Whether all invariants hold, and checksums agree."),
     "metrics": ("exporter", "Serve Prometheus metrics of all segments."),
     "dump": ("dump", "Write all chunks to a file (safetensors)."),
-    "load": ("dump", "Put the chunks of a dump into a segment."),
+    "load": ("dump", "Put the chunks of a dump into a segment. Asks."),
     "reap": ("change", "Return what dead attachments hold. Asks."),
     "unpin": ("change", "Give back pins of dead attachments. Asks."),
     "remove": ("change", "Remove one chunk. Asks."),
@@ -47,6 +48,7 @@ VERBS = {
     "schema": ("segments", "The JSON schema of all --json output."),
     "completion": ("segments", "Shell completion: bash, zsh or fish."),
 }
+_ATTACHING = ("verify", "dump")  # the first only where somebody else is attached
 _CHANGING = ("reap", "unpin", "remove", "clear", "gc", "unlink", "load")
 
 EPILOG = """Exit codes: 0 sound, 1 usage, 2 not found, 3 unhealthy or its lock not to be had,
@@ -64,10 +66,22 @@ class _Verbs(click.Group):
         command: click.Command = getattr(module, f"{cmd_name}_")
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `| head` has seen enough: no fault of the segment's, and click would make it one
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return Exit.SOUND
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, changing in (("Looking (no lock, nothing written)", False), ("Changing", True)):
+        groups = (
+            ("Looking (no lock, nothing written)", [v for v in VERBS if v not in _ATTACHING + _CHANGING]),
+            ("Looking from inside (attach, ask for the lock for 2 s at most)", list(_ATTACHING)),
+            ("Changing", list(_CHANGING)),
+        )
+        for title, verbs in groups:
             with formatter.section(title):
-                formatter.write_dl([(v, text) for v, (_, text) in VERBS.items() if (v in _CHANGING) == changing])
+                formatter.write_dl([(v, VERBS[v][1]) for v in verbs])
 
 
 @click.group(cls=_Verbs, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,9 +93,20 @@ def group() -> None:
 # ---- what verbs share ---------------------------------------------------------------------------
 
 
+def cleandoc(text: str) -> str:
+    """As inspect.cleandoc, which takes 4 ms to import."""
+    first, _, rest = text.strip().partition("\n")
+    return "\n".join([first, *(line.removeprefix("    ") for line in rest.splitlines())])
+
+
 def verb(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A click command with its help from VERBS."""
-    return click.command(name, help=VERBS[name][1], context_settings={"help_option_names": ["-h", "--help"]})
+    """A click command; its help is what VERBS says, then what its own docstring has to add."""
+
+    def made(f: Callable[..., Any]) -> click.Command:
+        words = "\n\n".join(filter(None, (VERBS[name][1], cleandoc(f.__doc__ or ""))))
+        return click.command(name, help=words, context_settings={"help_option_names": ["-h", "--help"]})(f)
+
+    return made
 
 
 def complete_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -103,7 +128,7 @@ def source(f: F) -> F:
     def wrapped(name: str | None, file: str | None, **rest: Any) -> Any:
         return f(open_reader(name, file), **rest)
 
-    wrapped = click.option("--file", type=click.Path(), help="A copy of a control file, instead of NAME.")(wrapped)
+    wrapped = click.option("--file", type=readable_path(), help="A copy of a control file, instead of NAME.")(wrapped)
     return click.argument("name", required=False, shell_complete=complete_names)(wrapped)  # type: ignore[return-value]
 
 
@@ -117,7 +142,7 @@ def source_and_key(f: F) -> F:
             raise click.UsageError("give the NAME of a segment and a KEY, or --file COPY and a KEY")
         return f(open_reader(None if file else words[0], file), key=words[-1], **rest)
 
-    wrapped = click.option("--file", type=click.Path(), help="A copy of a control file, instead of NAME.")(wrapped)
+    wrapped = click.option("--file", type=readable_path(), help="A copy of a control file, instead of NAME.")(wrapped)
     argument = click.argument("words", nargs=-1, metavar="NAME KEY", shell_complete=complete_names)
     return argument(wrapped)  # type: ignore[return-value]
 
@@ -132,6 +157,27 @@ def open_reader(name: str | None, file: str | None) -> Any:
 
 def json_option(f: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="One JSON document; see `schema`.")(f)
+
+
+class Seconds(click.FloatRange):
+    """A time that can be waited for: no nan, and not for ever."""
+
+    def __init__(self, least: float, most: float = 1e8) -> None:
+        super().__init__(least, most)
+
+    def _describe_range(self) -> str:
+        return f"at least {self.min:g}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if seconds != seconds:
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
+
+
+def readable_path() -> click.Path:
+    """A file that is looked for, and may be another's, when it is opened: with the right exit code."""
+    return click.Path(readable=False)
 
 
 def yes_option(f: F) -> F:
@@ -174,6 +220,7 @@ _CODES: tuple[tuple[type[BaseException], Exit], ...] = (
 
 def run(argv: list[str] | None = None) -> int:
     """The command's exit code."""
+    never_fail()
     try:
         return int(group.main(args=argv, prog_name="shmcache-inspect", standalone_mode=False) or 0)
     except Stop as e:
@@ -184,9 +231,6 @@ def run(argv: list[str] | None = None) -> int:
         return Exit.USAGE
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.SOUND
     except (errors.ShmCacheError, OSError) as e:
         click.echo(f"shmcache-inspect: {e}", err=True)
         poisoned = getattr(e, "code", 0) == -5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -18,13 +19,13 @@ from .._keys import decode, encode
 from .._meta import layout_from
 from .._order import all_chunks
 from .._sizes import parse_size
-from ..errors import ChecksumError
+from ..errors import ChecksumError, ShmCacheError
 from ._attach import DEADLINE, cache_of
 from ._reader import Reader
 from ._render import note, print_json, say, size
 from ._stop import Exit, Stop
 from ._tensorfile import Contents, DumpFile, Entry, Writer, header_room
-from .cli import confirm, json_option, segment_argument, verb, yes_option
+from .cli import confirm, json_option, readable_path, segment_argument, verb, yes_option
 from .keys import namespace_index
 
 
@@ -54,7 +55,9 @@ def _progress(what: str, total: int) -> Iterator[Any]:
 @click.option("--namespace", metavar="NAME", help="Only this one.")
 @json_option
 def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
-    """Write all complete chunks to a safetensors file. Attaches; each chunk is held while it is written."""
+    """Those that are complete. Attaches, as an engine does; each chunk is held while it is written."""
+    if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):  # it would be replaced
+        raise Stop(Exit.USAGE, f"{file} is there, and no regular file: name another")
     reader = Reader.open(name)
     if reader.state != "ready":
         raise Stop(Exit.UNHEALTHY, f"segment {name!r} is {reader.state}: its chunks cannot be had any more")
@@ -78,11 +81,15 @@ def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
         try:
             writer = Writer(file, contents, header_room(sum(handles[i].parts for i, _ in keys), longest))
         except OSError as e:
-            raise Stop(Exit.REFUSED, f"{file} cannot be written: {e.strerror}") from None
+            raise _unwritable(file, e) from None
         with writer, _progress(f"dump {name}", total) as bar:
             for i, key in keys:
                 try:
                     written = _dump_chunk(writer, i, handles[i], key, cache.checksum != "none")
+                except OSError as e:
+                    if not isinstance(e, ShmCacheError):
+                        raise _unwritable(file, e) from None
+                    raise
                 except ChecksumError as e:
                     note(str(e.args[0]))
                     damaged += 1
@@ -90,7 +97,10 @@ def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
                 left_out += not written
                 bar.update(written)
             bar.total = bar.n  # what the tables count is whole extents
-            writer.finish()
+            try:
+                writer.finish()
+            except OSError as e:
+                raise _unwritable(file, e) from None
     chunks = len(keys) - left_out - damaged
     if as_json:
         data = {"name": name, "file": file, "chunks": chunks, "parts": len(writer.entries), "gone_meanwhile": left_out,
@@ -103,6 +113,11 @@ def dump_(name: str, file: str, namespace: str | None, as_json: bool) -> int:
         if damaged:
             say(f"{damaged} have other bytes than were put, and were left out.", "error")
     return Exit.UNHEALTHY if damaged else Exit.SOUND
+
+
+def _unwritable(file: str, e: OSError) -> Stop:
+    code = Exit.REFUSED if isinstance(e, PermissionError) else Exit.USAGE
+    return Stop(code, f"{file} cannot be written: {e.strerror}")
 
 
 def _dump_chunk(writer: Writer, index: int, handle: Any, key: Any, verify: bool) -> int:
@@ -128,13 +143,13 @@ def _dump_chunk(writer: Writer, index: int, handle: Any, key: Any, verify: bool)
 
 
 @verb("load")
-@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("file", type=readable_path())
 @segment_argument
 @click.option("--capacity", help='Size of a segment that is made for it, such as "64GiB"; by default that of the dump.')
 @yes_option
 @json_option
 def load_(file: str, name: str, capacity: str | None, yes: bool, as_json: bool) -> int:
-    """Put the chunks of a dump into a segment, made if it is absent. Evicts nothing: the hottest that fit are loaded.
+    """The segment is made if it is absent. Evicts nothing: the hottest that fit are loaded.
 
     What is there already stays and is skipped, so a load that was interrupted is finished by another.
     """

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ._families import families
 from ._reader import Reader
-from ._render import note
+from ._render import note, print_json
 from ._stop import Exit, Stop
-from .cli import complete_names, verb
+from .cli import complete_names, json_option, verb
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -47,15 +47,37 @@ def registry(names: tuple[str, ...] = ()) -> CollectorRegistry:
     return found
 
 
+def _as_dict(metric: Metric) -> dict[str, Any]:
+    samples = [{"name": s.name, "labels": s.labels, "value": s.value} for s in metric.samples]
+    return {"name": metric.name, "type": metric.type, "help": metric.documentation, "samples": samples}
+
+
+def check_there(name: str) -> None:
+    """Stop when there is no such segment; one that cannot be read has a metric that says so."""
+    try:
+        Reader.open(name)
+    except Stop as e:
+        if e.code in (Exit.NOT_FOUND, Exit.USAGE):
+            raise
+
+
 @verb("metrics")
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--port", type=click.IntRange(0, 65535), help="Serve at http://ADDRESS:PORT/metrics until Ctrl-C.")
 @click.option("--address", default="127.0.0.1", show_default=True, help="Labels are not for everybody: think first.")
-def metrics_(names: tuple[str, ...], port: int | None, address: str) -> int:
-    """Prometheus metrics of all segments, or of these NAMES: served with --port, else printed once."""
+@json_option
+def metrics_(names: tuple[str, ...], port: int | None, address: str, as_json: bool) -> int:
+    """Or of these NAMES. Served with --port, else printed once."""
     from prometheus_client import generate_latest, start_http_server
 
+    if port is not None and as_json:
+        raise click.UsageError("--json prints the metrics once, --port serves them: choose")
     if port is None:
+        for name in names:
+            check_there(name)
+        if as_json:
+            print_json("metrics", {"metrics": [_as_dict(m) for m in registry(names).collect()]})
+            return Exit.SOUND
         click.echo(generate_latest(registry(names)).decode(), nl=False)
         return Exit.SOUND
     try:

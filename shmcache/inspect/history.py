@@ -16,7 +16,7 @@ from ._reader import Reader
 from ._records import events
 from ._render import accuracy, age, count, fields, foot, note, percent, print_json, ratio, say, size, table
 from ._stop import Exit, Stop
-from .cli import end, json_option, source, verb
+from .cli import Seconds, end, json_option, readable_path, source, verb
 
 _POLL = 0.2
 
@@ -49,7 +49,7 @@ def events_(reader: Reader, follow: bool, limit: int, as_json: bool) -> int:
             _print_events(rows)
             foot(reader, f"{len(rows)} of {len(found)}", f"{forgotten} older ones are forgotten" if forgotten else "")
         else:
-            say("Nothing was admitted or removed yet.")
+            say(f"{len(found)} events, none shown: --limit" if found else "Nothing was admitted or removed yet.")
         return end(reader)
     for batch in _follow(reader, rows, cursor):
         if as_json:
@@ -83,7 +83,7 @@ def _line(r: dict[str, Any]) -> str:
 
 def _print_events(rows: list[dict[str, Any]]) -> None:
     table(
-        [">SEQ", ">AGO", "WHAT", "<NAMESPACE", "<KEY", ">BYTES", ">PID"],
+        [">~SEQ", ">AGO", "WHAT", "<NAMESPACE", "<KEY", ">~BYTES", ">PID"],
         [
             (r["seq"], age(r["ago"]), _what(r), short(printable(r["namespace"]), 16), short(r["key"], 20),
              size(r["bytes"]), r["pid"])
@@ -103,11 +103,13 @@ def snapshot(reader: Reader) -> dict[str, Any]:
 
 @verb("stats")
 @source
-@click.option("--watch", type=click.FloatRange(0.1), metavar="SECONDS", help="Again and again, with rates.")
+@click.option("--watch", type=Seconds(0.1), metavar="SECONDS", help="Again and again, with rates.")
 @click.option("--times", type=click.IntRange(1), help="End after so many, with --watch.")
 @json_option
 def stats_(reader: Reader, watch: float | None, times: int | None, as_json: bool) -> int:
     if watch is None:
+        if times is not None:
+            raise click.UsageError("--times is how often to --watch: give that too")
         now = snapshot(reader)
         if as_json:
             print_json("stats", now)
@@ -180,6 +182,8 @@ def _load(path: str) -> dict[str, Any]:
             found = json.load(f)
     except FileNotFoundError:
         raise Stop(Exit.NOT_FOUND, f"there is no file {path}") from None
+    except PermissionError as e:
+        raise Stop(Exit.REFUSED, f"{path}: {e.strerror}") from None
     except (OSError, ValueError) as e:
         raise Stop(Exit.USAGE, f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(found, dict) or found.get("verb") != "stats" or found.get("schema") != 1:
@@ -188,8 +192,8 @@ def _load(path: str) -> dict[str, Any]:
 
 
 @verb("diff")
-@click.argument("before", type=click.Path())
-@click.argument("after", type=click.Path())
+@click.argument("before", type=readable_path())
+@click.argument("after", type=readable_path())
 @json_option
 def diff_(before: str, after: str, as_json: bool) -> int:
     a, b = _load(before), _load(after)

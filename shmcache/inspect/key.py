@@ -113,7 +113,7 @@ def _page(r: dict[str, Any]) -> None:
         ]
     )
     table(
-        [">PART", "STATE", ">BYTES", ">EXTENT", ">OFFSET", ">REFS", "<DTYPE", "<SHAPE"],
+        [">PART", "STATE", ">BYTES", ">~EXTENT", ">~OFFSET", ">~REFS", "<DTYPE", "<SHAPE"],
         [
             (p["part"], p["state"], size(p["bytes"]), size(p["extent"]), p["offset"], p["references"],
              ",".join(p["dtype"]), " ".join(map(str, p["shape"])))

@@ -139,7 +139,7 @@ def keys_(reader: Reader, namespace: str | None, match: str | None, sort: str, l
         say("No such key." if match or namespace else "It holds no chunk.")
         return end(reader)
     table(
-        ["<KEY", "<NAMESPACE", ">PARTS", ">BYTES", ">HELD", ">AGE", ">IDLE", "STATE"],
+        ["<KEY", "<NAMESPACE", ">PARTS", ">BYTES", ">~HELD", ">~AGE", ">~IDLE", "STATE"],
         [
             (short(r["key"], 24), short(printable(r["namespace"] or "-"), 20), f"{r['published']}/{r['parts']}",
              size(r["bytes"]), r["held"], age(r["age"]), age(r["idle"]), r["state"])

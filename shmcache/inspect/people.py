@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import time
 from typing import Any
 
 import click
@@ -15,8 +14,8 @@ from ._health import process_state
 from ._keytext import printable, short, show
 from ._reader import TICK_NS, Reader, Slot
 from ._records import HOLD_KINDS, Budget, block_at, chunk_at, holds, raw_key
-from ._render import accuracy, age, count, foot, note, percent, print_json, ratio, say, size, table
-from .cli import end, json_option, source, verb
+from ._render import accuracy, age, count, foot, percent, print_json, ratio, say, size, table
+from .cli import Seconds, end, json_option, source, verb
 
 _STOPPED = ("T", "t")
 
@@ -40,6 +39,7 @@ def proc_rows(reader: Reader) -> list[dict[str, Any]]:
             {
                 "slot": s.slot, "pid": s.pid, "rank": s.rank, "label": s.label, "life": s.life, "state": s.state,
                 "holds": s.holds, "writing": s.writes, "attached_for": s.age,
+                "pinning": s.pin_state, "pinned_regions": s.pinned_regions,
                 "has_lock": lock.tid != 0 and lock.pid == s.pid, **process,
             }
         )  # fmt: skip
@@ -55,10 +55,10 @@ def procs_(reader: Reader, as_json: bool) -> int:
         print_json("procs", {"name": reader.name, **accuracy(reader), "attachments": rows})
     elif rows:
         table(
-            [">PID", ">RANK", "<LABEL", "STATE", ">HOLDS", ">WRITING", ">ATTACHED", "<COMMAND"],
+            [">PID", ">RANK", "<LABEL", "STATE", ">HOLDS", ">~WRITING", ">~PINNED", ">ATTACHED", "<~COMMAND"],
             [
                 (r["pid"], "-" if r["rank"] is None else r["rank"], r["label"] or "-", life_word(r), r["holds"],
-                 r["writing"], age(r["attached_for"]), r["command"] or "-")
+                 r["writing"], _pinned(r, reader.geometry.n_regions), age(r["attached_for"]), r["command"] or "-")
                 for r in rows
             ],
             [_style(r) for r in rows],
@@ -67,6 +67,13 @@ def procs_(reader: Reader, as_json: bool) -> int:
     else:
         say("Nobody is attached.")
     return end(reader)
+
+
+def _pinned(row: dict[str, Any], regions: int) -> str:
+    if row["pinning"] == "off":
+        return "-"
+    failed = ", failed" if row["pinning"] == "failed" else ""
+    return f"{row['pinned_regions']}/{regions}{failed}"
 
 
 def _style(row: dict[str, Any]) -> str:
@@ -100,7 +107,7 @@ def namespaces_(reader: Reader, as_json: bool) -> int:
         print_json("namespaces", {"name": reader.name, **accuracy(reader), "namespaces": rows})
     elif rows:
         table(
-            ["<NAME", ">PARTS", ">GEN", ">CHUNKS", ">COMPLETE", ">BYTES", ">HITS", ">EVICTED"],
+            ["=NAME", ">~PARTS", ">~GEN", ">CHUNKS", ">COMPLETE", ">BYTES", ">~HITS", ">~EVICTED"],
             [
                 (printable(n.name), n.parts, n.generation, count(n.chunks), count(n.complete), size(n.bytes),
                  percent(n.hits, n.hits + n.misses), count(n.evictions))
@@ -119,15 +126,14 @@ def namespaces_(reader: Reader, as_json: bool) -> int:
 def _hold_rows(reader: Reader, slots: dict[tuple[int, int], Slot], budget: Budget) -> list[dict[str, Any]]:
     names = {i: n.name for i, n in reader.namespaces().items()}
     now = reader.now_ns
+    if reader.copy:  # where time stands still at the newest record: perhaps a hold
+        now = max([now, *(int(h.taken) * TICK_NS for h in holds(reader, budget))])
     rows = []
     for h in holds(reader, budget):
         slot = slots.get((int(h.slot), int(h.slot_gen)))
         block = block_at(reader, h.block) if h.block != NIL else None
         chunk = chunk_at(reader, h.chunk) if h.chunk != NIL else None
-        # When it was taken is not stored: not before its attachment came, nor before its chunk was made.
-        known = [slot.age] if slot and slot.age is not None else []
-        if chunk is not None:
-            known.append(max(0, now - int(chunk.admit_tick) * TICK_NS) / 1e9)
+        held_for = max(0, now - int(h.taken) * TICK_NS) / 1e9
         of = chunk if chunk is not None else block
         left = (int(h.deadline) * TICK_NS - now) / 1e9 if h.deadline else None
         rows.append(
@@ -139,12 +145,12 @@ def _hold_rows(reader: Reader, slots: dict[tuple[int, int], Slot], budget: Budge
                 "key": show(*raw_key(chunk)) if chunk is not None else None,
                 "part": int(block.part) if block is not None and chunk is not None else None,
                 "bytes": int(block.extent) if block is not None else int(chunk.bytes) if chunk is not None else None,
-                "at_most_age": min(known) if known else None, "lease_left": left,
+                "age": held_for, "at_most_age": held_for, "lease_left": left,
             }
         )  # fmt: skip
         if budget.spent():
             break
-    return rows
+    return sorted(rows, key=lambda row: -row["age"])
 
 
 def _part(row: dict[str, Any]) -> str:
@@ -158,31 +164,16 @@ def _select(reader: Reader, budget: Budget, dead: bool) -> list[dict[str, Any]]:
     return [r for r in _hold_rows(reader, slots, budget) if not dead or r["life"] in ("dead", "closed")]
 
 
-def _older_than(reader: Reader, rows: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Those that are there at both ends of so long a watch. What cannot be as old is left out before."""
-    rows = [r for r in rows if r["at_most_age"] is None or r["at_most_age"] >= seconds]
-    if not rows or reader.copy:
-        return rows
-    note(f"watching {len(rows)} holds for {seconds:g} s: when a hold was taken is not stored")
-    time.sleep(seconds)
-    still = {(int(h.hold), int(h.gen)) for h in holds(reader, Budget())}
-    return [r for r in rows if (r["hold"], r["gen"]) in still]
-
-
 @verb("holds")
 @source
 @click.option("--dead", is_flag=True, help="Only those of processes that are gone.")
-@click.option(
-    "--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Only those that last so long: watches them."
-)
+@click.option("--older-than", type=Seconds(0), metavar="SECONDS", help="Only those that were taken so long ago.")
 @click.option("--limit", type=click.IntRange(1), default=200, show_default=True, help="Rows to print.")
 @json_option
 def holds_(reader: Reader, dead: bool, older_than: float | None, limit: int, as_json: bool) -> int:
-    """References and pins, and whose they are. When a hold was taken is not stored, only a bound of its age."""
+    """The oldest first; ages are good to 0.1 s."""
     budget = Budget()
-    rows = _select(reader, budget, dead)
-    if older_than is not None:
-        rows = _older_than(reader, rows, older_than)
+    rows = [r for r in _select(reader, budget, dead) if older_than is None or r["age"] >= older_than]
     shown = rows[:limit]
     if as_json:
         print_json(
@@ -192,12 +183,14 @@ def holds_(reader: Reader, dead: bool, older_than: float | None, limit: int, as_
     if not rows:
         say("No such hold." if dead or older_than is not None else "Nobody holds anything.")
         return end(reader)
+    alive = {r["pid"] for r in shown if r["life"] == "alive"}
+    stopped = {pid for pid in alive if process_state(pid) in _STOPPED}
     table(
-        [">PID", "STATE", "KIND", "<NAMESPACE", "<KEY", ">PART", ">BYTES", ">AGE<=", ">LEASE"],
+        [">PID", "STATE", "KIND", "<NAMESPACE", "<KEY", ">~PART", ">BYTES", ">AGE", ">~LEASE"],
         [
-            (r["pid"] or "-", r["life"], r["kind"], short(printable(r["namespace"] or "-"), 16),
-             short(r["key"] or "-", 16), _part(r),
-             "-" if r["bytes"] is None else size(r["bytes"]), age(r["at_most_age"]),
+            (r["pid"] or "-", "stopped" if r["pid"] in stopped else r["life"], r["kind"],
+             short(printable(r["namespace"] or "-"), 16), short(r["key"] or "-", 16), _part(r),
+             "-" if r["bytes"] is None else size(r["bytes"]), age(r["age"]),
              "-" if r["lease_left"] is None else age(max(0.0, r["lease_left"])))
             for r in shown
         ],

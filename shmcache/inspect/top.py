@@ -17,9 +17,9 @@ from ._health import examine, stuck_lock
 from ._keytext import printable, short
 from ._reader import Reader
 from ._records import events
-from ._render import STYLES, age, console, count, percent, size
+from ._render import STYLES, age, console, count, percent, print_json, ratio, size
 from ._stop import Exit, Stop
-from .cli import complete_names, verb
+from .cli import Seconds, complete_names, json_option, verb
 from .people import life_word, proc_rows
 
 if TYPE_CHECKING:
@@ -67,11 +67,13 @@ class _State:
 
 @verb("top")
 @click.argument("name", required=False, shell_complete=complete_names)
-@click.option(
-    "--interval", type=click.FloatRange(_FASTEST, _SLOWEST), default=1.0, show_default=True, metavar="SECONDS"
-)
-def top_(name: str | None, interval: float) -> int:
-    """Live view of one segment, or of all in turn. Keys: q quit, p pause, s sort, + and - speed, n next segment."""
+@click.option("--interval", type=Seconds(_FASTEST, _SLOWEST), default=1.0, show_default=True, metavar="SECONDS")
+@json_option
+def top_(name: str | None, interval: float, as_json: bool) -> int:
+    """Of one segment, or of all in turn. Keys: q quit, p pause, s sort, + and - speed, n next segment.
+
+    With --json: what it shows of one interval, once, of each.
+    """
     from .._shmfs import control_files
 
     names = [name] if name is not None else control_files()
@@ -79,10 +81,45 @@ def top_(name: str | None, interval: float) -> int:
         raise Stop(Exit.NOT_FOUND, "there is no segment on this host")
     if name is not None:
         Reader.open(name)
+    if as_json:
+        return _once(names, interval, name is not None)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Stop(Exit.USAGE, "top needs a terminal; `shmcache-inspect stats NAME --watch 1` does not")
     _loop(_State(names, interval))
     return Exit.SOUND
+
+
+def _once(names: list[str], interval: float, must: bool) -> int:
+    """One document for all, after one interval. A segment that cannot be read is left out, when it was not named."""
+    states = {name: _State([name], interval) for name in names}
+    documents = []
+    for wait in (interval, 0.0):
+        for name, state in list(states.items()):
+            try:
+                reader = Reader.open(name)
+                _look(state, reader)
+                if not wait:
+                    documents.append(_document(state, reader))
+            except Stop:
+                if must:
+                    raise
+                del states[name]
+        time.sleep(wait)
+    print_json("top", {"interval": interval, "segments": documents})
+    return Exit.SOUND
+
+
+def _document(state: _State, reader: Reader) -> dict[str, Any]:
+    lock, held_for = stuck_lock(reader)
+    stats = state.before or {}
+    rows = [{**r, "events": state.per_pid[r["pid"]]} for r in proc_rows(reader)]
+    found = examine(reader, reader.slots(), stats, lock, held_for)
+    recent = state.rates["hits"] + state.rates["misses"]
+    return {
+        "name": reader.name, "state": reader.state, "rates": {k: round(v, 3) for k, v in state.rates.items()},
+        "hit_ratio": ratio(state.rates["hits"], recent), "stats": stats, "lock_pid": lock.pid if held_for else None,
+        "lock_held_for": round(held_for, 3), "attachments": rows, "findings": [f.as_dict() for f in found],
+    }  # fmt: skip
 
 
 def _loop(state: _State) -> None:

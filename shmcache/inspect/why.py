@@ -8,11 +8,12 @@ import click
 
 from .._events import Event
 from .._keys import encode
-from ._keytext import KIND_NAMES, Raw, is_pattern, matcher, printable, short, show
+from ._health import process_state, stuck_lock
+from ._keytext import KIND_NAMES, Raw, is_pattern, matcher, short, show
 from ._reader import Reader
 from ._records import LINKED, WRITING, events, holds, parts_of, raw_key
 from ._records import Budget as _Budget
-from ._render import accuracy, age, print_json, say
+from ._render import accuracy, age, print_json, say, size
 from ._stop import Exit, Stop
 from .cli import end, json_option, source_and_key, verb
 from .key import parse_key, resolve
@@ -37,6 +38,9 @@ def why_(reader: Reader, key: str, namespace: str | None, as_json: bool) -> int:
     wanted = _remembered(key, facts, found) if is_pattern(key) else set(parse_key(key))
     past, since, complete = _history(reader, found, wanted)
     verdict, text = _verdict(reader, facts, past, index, namespace, since, complete)
+    barred = _barred(reader) if verdict == "hit" else None
+    if barred is not None:
+        verdict, text = barred
     rows = [{k: v for k, v in f.items() if k not in ("raw", "type", "index")} for f in facts]
     if as_json:
         data = {
@@ -48,15 +52,31 @@ def why_(reader: Reader, key: str, namespace: str | None, as_json: bool) -> int:
             "history": past[-20:],
         }
         print_json("why", {"name": reader.name, **accuracy(reader), **data})
-        return end(reader)
+        return end(reader, barred is None)
     say(f"{verdict.upper()}: {text}", "good" if verdict == "hit" else "warning")
     for f in rows:
-        say(f"  now   {short(f['key'], 24)} ({f['key_type']}) in {printable(f['namespace'])!r}: {f['state']}")
+        say(f"  now   {short(f['key'], 24)} ({f['key_type']}) in {f['namespace']!r}: {f['state']}")
     for e in past[-8:]:
-        say(f"  {age(e['ago']):>8} ago  {e['what']} in {printable(e['namespace'])!r} by {e['by']}")
+        say(f"  {age(e['ago']):>8} ago  {e['what']} in {e['namespace']!r} by {e['by']}")
     if not complete:
         say(f"  events before {age(since)} ago are forgotten", "dim")
-    return end(reader)
+    return end(reader, barred is None)
+
+
+def _barred(reader: Reader) -> tuple[str, str] | None:
+    """Why nobody gets what is there all the same."""
+    there = "it is there, but every lookup misses or fails"
+    if reader.state != "ready":
+        return reader.state, f"{there}: the segment is {reader.state}. See `shmcache-inspect show {reader.name}`."
+    lock, held_for = stuck_lock(reader)
+    if not held_for:
+        return None
+    how = "stopped" if process_state(lock.pid) in ("T", "t") else "not going on"
+    return (
+        "lock-stuck",
+        f"{there}: pid {lock.pid} holds the lock for {age(held_for)} at least, and is {how}. "
+        f"See `shmcache-inspect show {reader.name}`.",
+    )
 
 
 def _chunk_fact(reader: Reader, index: int, chunk: Any) -> dict[str, Any]:
@@ -132,9 +152,13 @@ def _history(reader: Reader, found: list[Event], wanted: set[Raw]) -> tuple[list
     def row(e: Event) -> dict[str, Any]:
         who = f"pid {e.pid}" + (f" ({labels[e.pid]})" if labels.get(e.pid) else "")
         what = "became complete" if e.kind == "admit" else f"went ({e.cause})"
+        after = (f for f in found if f.seq > e.seq and f.pid == e.pid and f.kind == "admit")
+        room_for = next(after, None) if e.cause == "evict" else None  # what its evictor stored next
         return {
             "seq": e.seq, "ago": max(0, now - e.time_ns) / 1e9, "kind": e.kind, "cause": e.cause, "what": what,
             "namespace": e.namespace, "generation": e.generation, "pid": e.pid, "by": who, "complete": e.complete,
+            "room_for": None if room_for is None else {"key": show(*encode(room_for.key)), "bytes": room_for.bytes,
+                                                      "namespace": room_for.namespace},
         }  # fmt: skip
 
     since = max(0, now - found[0].time_ns) / 1e9 if found else 0.0
@@ -152,27 +176,29 @@ def _verdict(
             if f["state"] == state:
                 word = {"complete": "hit", "incomplete": "incomplete", "reserved": "reserved"}[state]
                 more = "" if len({g["key_type"] for g in here}) < 2 else "; the same text is there as another type too"
-                return word, f"in {printable(f['namespace'])!r} it is {f['text']}{more}."
+                return word, f"in {f['namespace']!r} it is {f['text']}{more}."
     elsewhere = [f for f in facts if f["state"] == "complete" and f not in here]
     if elsewhere:
-        spaces = ", ".join(repr(printable(f["namespace"])) for f in elsewhere)
+        spaces = ", ".join(repr(f["namespace"]) for f in elsewhere)
         return (
             "other-namespace",
             f"it is complete in {spaces}, not in {namespace!r}: do engines agree on it?",
         )
     for f in here:
         if f["state"] == "invalidated":
-            return "invalidated", f"in {printable(f['namespace'])!r} it is {f['text']}."
+            return "invalidated", f"in {f['namespace']!r} it is {f['text']}."
     mine = [e for e in past if index is None or e["namespace"] == namespace]
     last = mine[-1] if mine else None
     if last is not None and last["kind"] == "remove":
         word, sentence = _REMOVED.get(last["cause"], ("removed", "gone {ago} ago by {who}"))
         parts = "" if last["complete"] else " It was not complete then."
-        return word, f"it was {sentence.format(ago=age(last['ago']), who=last['by'])}.{parts}"
+        for_ = last["room_for"]
+        next_ = f": it stored {short(for_['key'], 24)} ({size(for_['bytes'])}) next" if for_ else ""
+        return word, f"it was {sentence.format(ago=age(last['ago']), who=last['by'])}{next_}.{parts}"
     for f in here:
-        return "removed", f"in {printable(f['namespace'])!r} it is {f['state']}."
+        return "removed", f"in {f['namespace']!r} it is {f['state']}."
     if past and index is not None:
-        return "other-namespace", f"it was stored in {printable(past[-1]['namespace'])!r}, never in {namespace!r}."
+        return "other-namespace", f"it was stored in {past[-1]['namespace']!r}, never in {namespace!r}."
     if last is not None:
         return "unknown", "its last event says that it became complete, but it is not there: it moved while we looked."
     if complete:

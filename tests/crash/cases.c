@@ -471,6 +471,7 @@ const struct exclusion EXCLUDED[] = {
     {"shmc_owner_count", "private memory of the process"},
     {"shmc_check", "private memory of the process"},
     {"shmc_slot_of", "private memory of the process"},
+    {"shmc_note_pinning", "one atomic word of its own slot: no lock, no logged store"},
     {"shmc_can_lock", "asks the kernel about this thread"},
     {"shmc_drop", "shmc_detach, and private memory"},
     {"shmc_fd_set", "operating system"},

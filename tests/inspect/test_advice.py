@@ -260,6 +260,68 @@ def test_a_process_that_execs_is_quarantined(scrap: str, fork: Any) -> None:
         assert "quarantine" in findings(scrap)
 
 
+def test_pinning_that_failed(name: str) -> None:
+    with small(name, region_bytes="1MiB") as cache:
+        handle = cache._attachment.handle
+        assert "off in 1 process" in run("show", name)[1] and json.loads(run("show", name, "--json")[1])["pinning"] == [
+            {"pid": os.getpid(), "rank": 0, "state": "off", "regions": 0}
+        ]
+        lib.shmc_note_pinning(handle, lib.SHMC_PIN_DONE, 4)
+        assert findings(name) == {}
+        code, out, _ = run("show", name)
+        assert code == 0 and "4 of 4 regions in 1 of 1 process\n" in re.sub(r" +\n", "\n", out)
+        lib.shmc_note_pinning(handle, lib.SHMC_PIN_FAILED, 3)
+        found = findings(name)["pinning-failed"]
+        assert found["level"] == "warning" and f"pid {os.getpid()}" in found["text"] and "3 of 4" in found["text"]
+        row = json.loads(run("procs", name, "--json")[1])["attachments"][0]
+        assert (row["pinning"], row["pinned_regions"]) == ("failed", 3)
+        assert "3/4, failed" in run("procs", name)[1]
+    with small(name) as cache:  # the slot is another attachment's by now
+        assert findings(name) == {}
+    shmcache.unlink(name)
+
+
+def test_a_process_that_was_taken_for_dead_says_nothing_for_another(name: str) -> None:
+    """Its note goes into a slot that is somebody else's by then: it is not taken for his, nor put over it."""
+    from shmcache.inspect._reader import Reader
+
+    first, second = small(name), small(name)
+    try:
+        handle = first._attachment.handle
+        slots = lib.shmc_slot_of(handle), lib.shmc_slot_of(second._attachment.handle)
+        second.close()
+        third = small(name)  # in the second's slot
+        assert lib.shmc_slot_of(third._attachment.handle) == slots[1]
+        assert lib.shmc_note_pinning(third._attachment.handle, lib.SHMC_PIN_RUNNING, 1) == 0
+        assert lib.shmc_note_pinning(second._attachment.handle, lib.SHMC_PIN_DONE, 1) == lib.SHMC_E_CLOSED
+        assert {s.slot: s.pin_state for s in Reader.open(name).slots()} == {slots[0]: "off", slots[1]: "running"}
+        third.close()
+    finally:
+        first.close()
+        shmcache.unlink(name)
+
+
+def test_a_full_segment_of_the_dead_is_told_apart(scrap: str, fork: Any) -> None:
+    """Who held it is gone: the advice is to return it, not to find who holds it."""
+
+    def fill(child: Any) -> None:
+        scenes.leave(child)
+        cache = small(scrap)
+        for i in range(64):
+            store(cache, i, 65536)
+        pins = cache.lookup(range(64), pin=True)
+        child.tell("ready")
+        child.await_parent()
+        del pins
+
+    child = fork(fill)
+    assert child.listen() == "ready"
+    child.kill()
+    child.wait()
+    found = findings(scrap)
+    assert set(found) == {"abandoned"} and "64 holds" in found["abandoned"]["text"]
+
+
 def test_all_findings_were_seen() -> None:
     codes = set(re.findall(r'"(?:error|warning|info)",\s+"([a-z-]+)"', Path(_health.__file__).read_text()))
     assert len(codes) > 15

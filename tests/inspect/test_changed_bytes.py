@@ -35,9 +35,9 @@ def verify(*argv: str) -> tuple[int, Any]:
     return code, json.loads(out)
 
 
-@pytest.mark.parametrize("attached", [True, False])
-def test_a_changed_byte_is_found_and_named(name: str, attached: bool) -> None:
-    with small(name, checksum="xxh3", lifetime="persistent") as cache:
+@pytest.mark.parametrize(("kind", "attached"), [("xxh3", True), ("xxh3", False), ("crc32c", True)])
+def test_a_changed_byte_is_found_and_named(name: str, kind: str, attached: bool) -> None:
+    with small(name, checksum=kind, lifetime="persistent") as cache:
         kv = furnish(cache)
         assert verify(name)[1]["checksums"]["checked"] == 16
         before = cache.stats()
@@ -47,7 +47,7 @@ def test_a_changed_byte_is_found_and_named(name: str, attached: bool) -> None:
         code, found = verify(name)
         sums = found["checksums"]
         assert code == 3 and not found["sound"] and found["violations"] == []
-        assert (sums["kind"], sums["checked"], sums["without"], sums["gone"]) == ("xxh3", 16, 0, 0)
+        assert (sums["kind"], sums["checked"], sums["without"], sums["gone"]) == (kind, 16, 0, 0)
         (wrong,) = sums["mismatches"]
         assert (wrong["namespace"], wrong["key"], wrong["part"]) == ("llama:tp2", "0x" + "03" * 32, 1)
         assert wrong["expected"] != wrong["actual"] and len(wrong["actual"]) == 18 and wrong["bytes"] == 10_003

@@ -266,6 +266,10 @@ def test_load_asks_and_says_what_is_no_dump(name: str, tmp_path: Path) -> None:
     assert run("load", str(tmp_path / "none"), name, "--yes")[0] == 2
     assert run("load", __file__, name, "--yes")[0] == 1
     assert run("load", str(file), name, "--yes", "--capacity", "8 GB")[0] == 1
-    assert run("dump", name, str(tmp_path / "no" / "folder"))[0] == 5
+    assert run("dump", name, str(tmp_path / "no" / "folder"))[0] == 1
+    (tmp_path / "link").symlink_to("/nowhere")
+    for special in ("/dev/null", tmp_path / "link"):
+        code, _, err = run("dump", name, str(special))
+        assert code == 1 and "no regular file" in err, "it would be replaced"
     assert run("dump", f"{name}x", str(file))[0] == 2
     shmcache.unlink(name)

@@ -58,6 +58,8 @@ def test_looking_for_a_key(scene: Scene, verb: str, key: str) -> None:
         assert code == 4
     elif verb == "key" and (key == "nothing like it" or scene.kind in ("empty", "full")):
         assert (code, out) == (0, out) if scene.kind == "full" and key == "42" else code == 2
+    elif verb == "why" and scene.kind == "stopped" and key != "nothing like it":
+        assert code == 3 and out.startswith("LOCK-STUCK") and f"pid {scene.child.pid}" in out, "nobody can hit it"
     else:
         assert code == scene.exit, err
     assert all(len(line) <= 80 for line in out.splitlines())

@@ -102,6 +102,9 @@ def test_an_eviction_names_who_did_it_and_when(scrap: str, fork: Any) -> None:
         assert found["verdict"] == "evicted"
         assert f"by pid {child.pid} (hungry), to make room" in found["text"]
         assert found["history"][-1]["ago"] < 30
+        room_for = found["history"][-1]["room_for"]
+        assert room_for["key"].startswith("('other', ") and room_for["bytes"] >= 900_000
+        assert f"it stored {room_for['key']} (" in found["text"]
 
 
 def test_what_the_ring_forgot_is_said_to_be_forgotten(name: str) -> None:
@@ -146,19 +149,25 @@ def test_dead_holds_are_listed_until_they_are_reaped(scrap: str, fork: Any) -> N
     assert code == 0 and "2 more: --limit" in out
 
 
-def test_older_than_watches(name: str) -> None:
-    """When a hold was taken is not stored: those are shown that are there at both ends."""
+def test_ages_of_holds_are_those_of_the_holds(name: str) -> None:
+    """Not of their attachment, nor of their chunk: and nobody has to wait to know them."""
     with small(name) as cache:
         store(cache, "k")
-        store(cache, "short")
-        begin = time.monotonic()
-        assert run("holds", name, "--older-than", "3600")[1] == "No such hold.\n"
-        assert time.monotonic() - begin < scenes.PROMPT, "none can be so old: nothing to watch"
-        time.sleep(0.3)
         old = cache.get("k")
-        code, out, err = run("holds", name, "--older-than", "0.2", "--json")
-        assert code == 0 and [r["key"] for r in json.loads(out)["holds"]] == ["k"] and "watching 1 holds" in err
+        time.sleep(0.5)
+        young = cache.get("k")
+        found = json.loads(run("holds", name, "--json")[1])["holds"]
+        assert [r["age"] >= 0.35 for r in found] == [True, False], "the oldest first"
+        begin = time.monotonic()
+        found = json.loads(run("holds", name, "--older-than", "0.35", "--json")[1])
+        assert found["total"] == 1 and found["holds"][0]["age"] >= 0.35
+        assert run("holds", name, "--older-than", "3600")[1] == "No such hold.\n"
+        assert time.monotonic() - begin < scenes.PROMPT
         old.release()
+        young.release()
+        again = cache.get("k")  # in the record of one that was given back
+        assert json.loads(run("holds", name, "--older-than", "0.35", "--json")[1])["total"] == 0
+        again.release()
     shmcache.unlink(name)
 
 

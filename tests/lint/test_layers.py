@@ -81,7 +81,7 @@ PY_RANK = {name: rank for rank, names in enumerate(PY_LAYERS) for name in names}
 # Subpackages are top layers: they import from anything above, nothing there imports from them.
 SUBPACKAGES = {
     "inspect": [
-        {"__init__", "_stop"},
+        {"__init__", "_stop", "_plain"},
         {"_keytext", "_attach", "_source"},
         {"_reader"},
         {"_render", "_records", "_memory", "_tensorfile"},

@@ -56,6 +56,38 @@ def test_every_region_is_registered_whole_and_once(name, cuda, caplog):
     shmcache.unlink(name)
 
 
+def test_others_see_what_was_obtained(name, cuda):
+    """In the slot of each handle, also of one that came later; gone with the handle."""
+    from shmcache.inspect._reader import Reader
+
+    def seen() -> list[tuple[str, int]]:
+        return [(s.pin_state, s.pinned_regions) for s in Reader.open(name).slots()]
+
+    cuda.close_gate(3)
+    with pinned(name, "7MiB") as cache:
+        eventually(lambda: seen() == [("running", 2)], "two regions, and the third at the gate")
+        cuda.open_gate()
+        assert cache.wait_pinned(LONG)
+        assert seen() == [("done", 4)]
+        with shmcache.attach(name) as late:
+            assert late.wait_pinned(LONG) and seen() == [("done", 4)] * 2
+        assert seen() == [("done", 4)]
+    with shmcache.attach(name, pin=False):
+        assert seen() == [("off", 0)]
+    shmcache.unlink(name)
+
+
+def test_others_see_that_it_failed(name, cuda, caplog):
+    from shmcache.inspect._reader import Reader
+
+    cuda.fail(at=2, code=2)
+    with pinned(name) as cache:
+        assert not cache.wait_pinned(LONG)
+        assert [(s.pin_state, s.pinned_regions) for s in Reader.open(name).slots()] == [("failed", 1)]
+    assert len(warnings_in(caplog)) == 1
+    shmcache.unlink(name)
+
+
 def test_a_size_that_is_no_multiple_of_a_page_is_registered_to_the_end_of_its_page(name, cuda):
     with small(name, 3 * 65536 + 64, align=64, region_bytes=65536 + 64, pin=True, prefault="background") as cache:
         assert cache.wait_pinned(LONG)
