@@ -83,7 +83,7 @@ int shmc_plan(shmc_geometry *g)
     if (chunks > 1u << 30) return SHMC_E_INVAL;
     g->max_chunks = (uint32_t)chunks;
     uint64_t blocks = max64(chunks, max64(by_size, MIN_CHUNKS)) * 5 / 4 + 2 * n_regions + 64;
-    uint64_t holds = max64(chunks / 2, 2 * MIN_CHUNKS);
+    uint64_t holds = max64(chunks / 2, 2ull * MIN_CHUNKS);
     if (blocks > 1u << 30) return SHMC_E_INVAL;
     g->max_blocks = (uint32_t)blocks;
     g->max_holds = (uint32_t)holds;

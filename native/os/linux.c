@@ -178,12 +178,12 @@ int shmc_liveness(int32_t pid, uint64_t start, uint64_t stack)
     int why = errno;
     if (fd < 0 && why == ESRCH) { errno = saved; return SHMC_GONE; }
     bool known = stat_fields(pid, &state, &start_now, &stack_now);   /* after pidfd_open: the same process */
-    if (known && start_now != start) verdict = SHMC_GONE;
-    else if (fd >= 0) {
+    bool absent = fd < 0 && !known && errno == ENOENT && (why == ENOSYS || why == EPERM);    /* pidfd refused: /proc decides */
+    if (absent || (known && start_now != start)) {
+        verdict = SHMC_GONE;
+    } else if (fd >= 0) {
         struct pollfd p = {.fd = fd, .events = POLLIN};
         if (poll(&p, 1, 0) == 1 && (p.revents & POLLIN)) verdict = SHMC_GONE;
-    } else if (!known && errno == ENOENT && (why == ENOSYS || why == EPERM)) {
-        verdict = SHMC_GONE;                                         /* pidfd refused: /proc decides */
     }
     if (verdict == SHMC_ALIVE && known && state != 'Z' && state != 'X' && stack_now && stack && stack_now != stack)
         verdict = SHMC_EXECED;

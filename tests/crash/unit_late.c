@@ -76,10 +76,28 @@ static void a_reservation_is_of_the_generation_it_was_made_in(void)
     world_close();
 }
 
+/* Python looks first as well; but an object may be released by another thread after that. */
+static void a_batch_is_looked_at_before_any_of_it_is_put(void)
+{
+    uint8_t stored[3];
+    world_of(64 * GRAN, 64 * GRAN, 32, SHMC_LRU);
+    struct obj a = alloc(W.one, 4, 1, 0), b = alloc(W.one, 4, 2, 0), c = alloc(W.one, 4, 3, 0);
+    shmc_owner *o[3] = {a.o, b.o, c.o};
+    same(shmc_release(W.h, &b.o, 1), SHMC_OK);
+    same(shmc_put(W.h, W.one, keys(1, 3), o, 0, NULL, stored), SHMC_E_STALE);
+    for (uint64_t k = 1; k <= 3; k++) same(has(W.one, k, -1), 0);
+    same(stats().chunks, 0);
+    drop(&a);
+    drop(&b);
+    drop(&c);
+    world_close();
+}
+
 const struct unit UNIT_LATE[] = {
     {"a call that outlives its close poisons nothing", a_call_that_outlives_its_close_poisons_nothing},
     {"half a record of the attachment table condemns nobody", half_a_record_condemns_nobody},
     {"an owner given twice keeps nothing from others", an_owner_given_twice_keeps_nothing_from_others},
     {"a reservation is of the generation it was made in", a_reservation_is_of_the_generation_it_was_made_in},
+    {"a batch is looked at before any of it is put", a_batch_is_looked_at_before_any_of_it_is_put},
     {NULL, NULL},
 };

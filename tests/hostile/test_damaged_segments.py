@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 import traceback
 from pathlib import Path
 
@@ -80,7 +81,9 @@ def damage(image: bytes, used: list[int], r: random.Random) -> bytes:
     return bytes(raw)
 
 
-def rounds(name: str, first: int, n: int) -> None:
+def rounds(name: str, first: int, n: int, seconds: float = 1e9) -> None:
+    """So many, or as many as there is time for: a round takes 20 to 500 ms, by how busy the machine is."""
+    end = time.monotonic() + seconds
     with small(name, 2 * MIB, region_bytes=MIB, max_chunks=64) as cache:
         furnish(cache)
     path = Path(f"/dev/shm/shmcache.{name}")
@@ -88,6 +91,8 @@ def rounds(name: str, first: int, n: int) -> None:
     used = [i for i, byte in enumerate(image) if byte and i not in MUTEX]
     with open(path, "r+b", buffering=0) as f:
         for seed in range(first, first + n):
+            if time.monotonic() > end:
+                break
             f.seek(0)
             f.write(damage(image, used, random.Random(seed)))
             pid = os.fork()
@@ -111,4 +116,4 @@ def test_any_damage_of_a_control_file_is_a_typed_error_or_none(scrap):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_much_more_damage_of_a_control_file(scrap):
-    rounds(scrap, 1000, 5000)
+    rounds(scrap, 1000, 5000, seconds=300)

@@ -17,7 +17,7 @@
  * Shown: the block has one owner; it is not used again while its writer may still write or while
  * somebody holds it; nobody alive is cleared away; of the dead, all holds and unpublished blocks come
  * back, whoever dies while reaping; a reaper always ends. With -DWRONG_JUDGEMENT one living process is
- * taken for dead: then it harms nobody.
+ * taken for dead: then it harms nobody. With -DHALF_READ others may claim a slot while its first words are read.
  */
 #ifndef DEATHS
 #define DEATHS 2
@@ -128,8 +128,12 @@ inline note_leaving(i) {
 
 /* One slot as others see it: what is read without the lock may be half done. */
 inline reap_slot(i) {
+#ifdef HALF_READ
     st = state[i];
     g = gen[i];
+#else
+    atomic { st = state[i]; g = gen[i] };
+#endif
     if
     :: st != FREE ->
         atomic {

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import signal
 import struct
 import time
@@ -516,6 +517,21 @@ def test_a_pid_that_was_given_to_another_process_is_not_taken_for_the_old_one(fi
     assert_only_published(cache)
     other.go()
     other.wait()
+
+
+def test_a_process_that_cannot_be_looked_at_is_taken_for_alive(fork):
+    """Without descriptors there is neither pidfd nor /proc: any doubt means alive."""
+    alive = os.getpid()
+
+    def looker(child: Any) -> None:
+        child.tell(str(lib.shmc_liveness(alive, 1, 1)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+        child.tell(str(lib.shmc_liveness(alive, 1, 1)))
+
+    looks = fork(looker)
+    assert looks.listen() == str(lib.SHMC_GONE), "another start time: its pid is somebody else's now"
+    assert looks.listen() == str(lib.SHMC_ALIVE)
+    assert looks.wait() == 0
 
 
 def test_a_process_that_cannot_be_told_apart_is_taken_for_alive(filled, fork):
