@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,9 @@ def compiler() -> str:
 
 
 def call(command: list[str], folder: Path) -> str:
-    def limits() -> None:
-        limit = (MEMORY_MB + 500) << 20  # its own limit comes first
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, preexec_fn=limits)
+    limit = str((MEMORY_MB + 500) << 10)  # KiB; its own limit comes first
+    command = ["sh", "-c", 'ulimit -v "$0" && exec "$@"', limit, *command]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -161,16 +160,42 @@ def search(folder: Path, case: str, optimise: str, *, cycles: bool = False) -> t
     return int(errors[1]), said
 
 
+HOW: dict[str, dict[str, Any]] = {
+    "test_the_protocol_holds": {"optimise": "-O2"},
+    "test_no_run_is_endless": {"optimise": "-O2", "cycles": True},
+    "test_a_seeded_fault_is_found": {"optimise": "-O0"},
+}
+
+
+@pytest.fixture(scope="module")
+def searches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """Of each test of HOW that will run, by its name; as many at a time as there are CPUs, in their order."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield {
+        item.name: pool.submit(
+            search, tmp_path_factory.mktemp("model"), item.callspec.params["case"], **HOW[item.originalname]
+        )
+        for item in request.session.items
+        if item.path == request.path and item.originalname in HOW
+    }
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def searched(request: pytest.FixtureRequest, searches: dict[str, Future]) -> tuple[int, str]:
+    return searches[request.node.name].result(SECONDS)
+
+
 @needs_spin
 @pytest.mark.parametrize("case", [*HOLDS, *slow(HOLDS_LONGER)])
-def test_the_protocol_holds(tmp_path: Path, case: str) -> None:
-    finds_nothing(*search(tmp_path, case, "-O2"))
+def test_the_protocol_holds(searched: tuple[int, str], case: str) -> None:
+    finds_nothing(*searched)
 
 
 @needs_spin
 @pytest.mark.parametrize("case", [*ENDS, *slow(ENDS_LONGER)])
-def test_no_run_is_endless(tmp_path: Path, case: str) -> None:
-    finds_nothing(*search(tmp_path, case, "-O2", cycles=True))
+def test_no_run_is_endless(searched: tuple[int, str], case: str) -> None:
+    finds_nothing(*searched)
 
 
 def finds_nothing(errors: int, said: str) -> None:
@@ -188,8 +213,8 @@ def test_a_run_that_may_be_endless_is_found(tmp_path: Path) -> None:
 
 @needs_spin
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_seeded_fault_is_found(tmp_path: Path, case: str) -> None:
-    errors, said = search(tmp_path, case, "-O0")
+def test_a_seeded_fault_is_found(searched: tuple[int, str], case: str) -> None:
+    errors, said = searched
     assert errors == 1 and FAULTS[case] in said, said
 
 
