@@ -55,7 +55,7 @@ class Block:
     _attachment: Attachment
     _namespace: Calls
     _holds: list[Hold]  # the first one is the writer's, until the block is published
-    _part: Any  # shmc_part: where it is
+    _part: Any  # shmc_part, or a `Part`: where it is
     _keep: Any  # owns the memory of `_part`, when it is one of an array
     _layout: Layout | None
     _more: Any
@@ -74,7 +74,7 @@ class Block:
         layout = self._layout
         if layout is None:
             part = self._part
-            layout = self._layout = layout_from(bytes(ffi.buffer(part.meta)[0 : part.meta_len]), part.size)
+            layout = self._layout = layout_from(bytes(part.meta)[: part.meta_len], part.size)
         return layout
 
     def _view(self, group: Group) -> torch.Tensor:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._core import PART, ffi, lib
-from ._keys import INT_TYPE, Key, pack_int
+from ._core import Part, fast, lib
+from ._keys import Key
 from .errors import ConfigurationError
 from .keys import CacheEngineKey, LayerCacheEngineKey, dtype_from_name, dtype_name
 
@@ -31,9 +30,8 @@ _TAG = "lmcache.tag."
 
 _ABSENT_SECONDS = 1.0  # another process may make it meanwhile
 _MOST_ABSENT = 4096
-_contains_one = lib.shmc_contains_one
-_get_one = lib.shmc_get_one
-_new = ffi.new
+_contains_one = fast.contains
+_get_one = fast.get
 
 MakeKey = Callable[..., Any]
 
@@ -71,27 +69,21 @@ class Route:
         return part + layer if 0 <= layer < self.layers else -1
 
     def contains(self, chunk: Any, part: int) -> bool:
-        """`Namespace.contains` for the usual key, an int of 64 bits; part -1: all parts."""
-        try:
-            raw = pack_int(chunk)
-        except struct.error:
-            return self.space.contains(chunk, part=None if part < 0 else part)
-        rc: int = _contains_one(self._cache._attachment.handle, self._index, raw, 8, INT_TYPE, part)
+        """`Namespace.contains`; part -1: all parts."""
+        rc: int = _contains_one(self._cache._attachment.at, self._index, chunk, part)
         return rc == 1 if rc >= 0 else self.space.contains(chunk, part=None if part < 0 else part)
 
     def get(self, chunk: Any, part: int) -> Any:
-        """`Namespace.get` for the usual key, as above."""
+        """`Namespace.get`."""
         a = self._cache._attachment
         try:
-            raw = pack_int(chunk)
             hold = a.holds.pop()
-        except (struct.error, IndexError):
+        except IndexError:
             return self.space.get(chunk, part=part)
-        where = _new(PART)
-        rc = _get_one(a.handle, self._index, raw, 8, INT_TYPE, part, hold[1], where)
-        if where.published:
+        where = _get_one(a.at, self._index, chunk, part, hold[1])
+        if type(where) is Part:
             return self.space._make(a, self.space, [hold], where)
-        if rc < 0:
+        if where < 0:
             return self.space.get(chunk, part=part)
         a.holds.append(hold)
         return None

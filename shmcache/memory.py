@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from . import errors
 from ._attachment import POOLED, Attachment, Hold
 from ._block import Block
-from ._core import ffi, lib
+from ._core import fast, ffi, lib, part_pointer
 from ._defer import EventLike
 from ._dtypes import torch_dtype
 from ._formats import MemoryFormat, MemoryObjMetadata
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryFormat", "MemoryObj", "MemoryObjMetadata", "release_many"]
 
+_release = fast.release
 _extra_lock = threading.Lock()
 
 
@@ -108,7 +109,7 @@ class MemoryObj(Block):
                 hold = holds.pop()
             except IndexError:
                 return
-            rc = lib.shmc_release(attachment.handle, hold[1], 1)
+            rc = _release(attachment.at, hold[1])
             if rc < 0:
                 holds.append(hold)
                 self._not_released(rc)
@@ -175,7 +176,7 @@ class MemoryObj(Block):
         attachment = self._attachment
         while True:
             hold = attachment.new_hold()
-            rc = lib.shmc_dup(attachment.handle, self._part, hold[0], as_pin)
+            rc = lib.shmc_dup(attachment.handle, part_pointer(self._part), hold[0], as_pin)
             if rc == 0:
                 return hold
             if rc == lib.SHMC_FULL:
@@ -204,25 +205,25 @@ class MemoryObj(Block):
     def ref_count_down(self) -> None:
         """Give back one reference of this object; StaleHandleError when it has none."""
         attachment = self._attachment
-        if attachment.closed:
-            self._not_counted_down(lib.SHMC_E_CLOSED)
-            return
         try:
             hold = self._holds.pop()
         except IndexError:
-            self._no_reference()
+            if attachment.closed:
+                self._not_counted_down(lib.SHMC_E_CLOSED)
+            else:
+                self._no_reference()
             return
-        more = self._more
-        pending = None if more is None else more.pending
-        if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
-            return
-        rc = lib.shmc_release(attachment.handle, hold[1], 1)
-        if rc >= 0:
-            if len(attachment.holds) < POOLED:
-                attachment.holds.append(hold)
-        else:
+        if self._more is not None:
+            pending = self._more.pending
+            usable = pending is not None and not attachment.closed and attachment.is_own()
+            if usable and not self._holds and pending.keep([hold], None):
+                return
+        rc = _release(attachment.at, hold[1])
+        if rc < 0:
             self._holds.append(hold)
             self._not_counted_down(rc)
+        elif len(attachment.holds) < POOLED:
+            attachment.holds.append(hold)
 
     def _not_counted_down(self, rc: int) -> None:
         attachment = self._attachment
@@ -238,7 +239,7 @@ class MemoryObj(Block):
         cell = ffi.new("uint32_t[2]")
         attachment = self._attachment
         while True:
-            rc = lib.shmc_ref_count(attachment.handle, self._part, cell, cell + 1)
+            rc = lib.shmc_ref_count(attachment.handle, part_pointer(self._part), cell, cell + 1)
             if rc == 0:
                 return cell[0], cell[1]
             if rc == lib.SHMC_E_STALE and attachment.mine():
