@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from ._core import fast
 from ._keys import pack
 from ._objects import TensorMemoryObj
 from ._placement import Placement, Route
@@ -15,6 +16,9 @@ from .metrics import Lifespans
 _SAME = tuple(map(operator.attrgetter, ("worker_id", "model_name", "world_size", "dtype", "tags")))
 _layer = operator.attrgetter("layer_id")
 _hash = operator.attrgetter("chunk_hash")
+_contains = fast.contains
+_unpin = fast.unpin
+_T = TypeVar("_T")
 
 
 class BackendFinding:
@@ -61,20 +65,33 @@ class BackendFinding:
 
     def contains(self, key: Any, pin: bool = False) -> bool:
         """Whether the key's part is stored. With `pin` it is pinned, and noted for `touch_cache`."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            route = self._placement.find(key)
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
             if route is None:
+                route = self._placement.find(key)
+                if route is None:
+                    return False
+            part = route.part(key) if route.layers else route.bases.get(key.worker_id, -1)
+            if part < 0:
                 return False
-        part = route.part(key)
-        if part < 0:
-            return False
-        if pin:
-            pinned = route.space.pin(key.chunk_hash, part=self._which(part))
-            if pinned:
-                self._requests.add(Found((key,), None))
-            return pinned
-        return route.contains(key.chunk_hash, -1 if self._agree else part)
+            if pin:
+                return self._pin_found(route, part, key)
+            if self._agree:
+                part = -1
+            rc: int = _contains(route.cache._attachment.at, route.index, key.chunk_hash, part)
+            return rc == 1 if rc >= 0 else route.space.contains(key.chunk_hash, part=None if part < 0 else part)
+        except Exception as e:
+            return self._instead("contains", e, False)
+
+    def _pin_found(self, route: Route, part: int, key: Any) -> bool:
+        pinned = route.space.pin(key.chunk_hash, part=self._which(part))
+        if pinned:
+            self._requests.add(Found((key,), None))
+        return pinned
+
+    def _instead(self, what: str, error: Exception, answer: _T) -> _T:
+        """What a call answers that failed with `error`; here it fails."""
+        raise error
 
     def batched_contains(self, keys: Sequence[Any], pin: bool = False) -> int:
         """How many leading keys are stored; with `pin`, exactly these are pinned, and noted for `touch_cache`."""
@@ -132,19 +149,21 @@ class BackendFinding:
 
     def get_blocking(self, key: Any) -> TensorMemoryObj | None:
         """The object, with a reference that is the caller's to give back; None when it is absent."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            route = self._placement.find(key)
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
             if route is None:
+                route = self._placement.find(key)
+                if route is None:
+                    return None
+            part = route.part(key) if route.layers else route.bases.get(key.worker_id, -1)
+            if part < 0:
                 return None
-        part = route.part(key)
-        if part < 0:
-            return None
-        chunk = key.chunk_hash
-        obj: Any = route.get(chunk, part)
-        if obj is not None:
-            obj._key = chunk
-        return obj  # type: ignore[no-any-return]
+            obj: Any = route.space.get(key.chunk_hash, part=part)
+            if obj is not None:
+                obj._key = key.chunk_hash
+            return obj  # type: ignore[no-any-return]
+        except Exception as e:
+            return self._instead("get_blocking", e, None)
 
     def batched_get_blocking(self, keys: Sequence[Any]) -> list[Any]:
         """`get_blocking` of each, in one call where the keys are of one rank; None where absent."""
@@ -182,10 +201,16 @@ class BackendFinding:
 
     def unpin(self, key: Any) -> bool:
         """Give back one pin of this process on the key; False when it has none. Others' pins stay."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:  # not met in this class of keys
-            route = self._placement.find(key)
-        return route is not None and route.space.unpin(key.chunk_hash)
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
+            if route is None:  # not met in this class of keys
+                route = self._placement.find(key)
+                if route is None:
+                    return False
+            rc: int = _unpin(route.cache._attachment.at, route.index, key.chunk_hash)
+            return rc == 1 if rc >= 0 else route.space.unpin(key.chunk_hash)
+        except Exception as e:
+            return self._instead("unpin", e, False)
 
     def batched_unpin(self, keys: Sequence[Any]) -> int:
         """`unpin` of each, in one call where the keys are of one rank; how many pins were given back."""

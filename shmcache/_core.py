@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import _shmcore
 from ._version import __version__
@@ -47,6 +47,12 @@ if _built != __version__:
 FINGERPRINT: Final[int] = lib.shmc_fingerprint()
 
 Part: Any = fast.Part  # a shmc_part, as `fast` makes them; the same fields
+if TYPE_CHECKING:
+
+    class Held:
+        """What objects are made of, so that `fast` can make them."""
+else:
+    Held = fast.Held
 NO_KEY: Final[int] = fast.NO_KEY
 
 PART = ffi.typeof("shmc_part *")

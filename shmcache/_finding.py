@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
-from ._core import NO_KEY, PARTS, U32, U64, Part, fast, ffi, lib
+from ._core import NO_KEY, PARTS, U32, U64, address_of, fast, ffi, lib
 from ._keys import Key, pack
 from ._order import list_keys
 from .lookup import Lookup
@@ -63,15 +63,15 @@ class Finding(Calls):
             hold = a.holds.pop()
         except IndexError:
             hold = a.new_hold()
-        where = _get_one(a.at, self._index, key, part, hold[1])
-        if type(where) is Part:
-            return self._make(a, self, [hold], where)
-        if where >= 0:
+        found = _get_one(a.at, self._index, key, part, self._make, a, self, None, hold)
+        if type(found) is not int:
+            return found  # type: ignore[no-any-return]
+        if found >= 0:
             a.holds.append(hold)
             return None
-        if where == NO_KEY:
+        if found == NO_KEY:
             return self.get_many([key], part=part)[0]
-        a.recover(where, "get")
+        a.recover(found, "get")
         return self.get(key, part=part)
 
     def get_many(self, keys: Iterable[Key], *, part: int = 0, verify: bool = False) -> list[MemoryObj | None]:
@@ -95,16 +95,8 @@ class Finding(Calls):
             if rc >= 0:
                 break
             a.recover(rc, "get_many")
-        found: list[MemoryObj | None] = []
-        unused = []
-        make = self._make
-        for i, pair in enumerate(pairs):
-            if parts[i].published:
-                found.append(make(a, self, [pair], parts + i, None, parts))
-            else:
-                found.append(None)
-                unused.append(pair)
-        a.empty_holds(unused)
+        found: list[MemoryObj | None] = fast.objects(address_of(parts), pairs, self._make, a, self, None)
+        a.empty_holds([pair for pair, obj in zip(pairs, found, strict=True) if obj is None])
         return found
 
     def lookup(

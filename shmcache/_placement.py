@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._core import Part, fast, lib
+from ._core import lib
 from ._keys import Key
 from .errors import ConfigurationError
 from .keys import CacheEngineKey, LayerCacheEngineKey, dtype_from_name, dtype_name
@@ -30,27 +30,24 @@ _TAG = "lmcache.tag."
 
 _ABSENT_SECONDS = 1.0  # another process may make it meanwhile
 _MOST_ABSENT = 4096
-_contains_one = fast.contains
-_get_one = fast.get
-
 MakeKey = Callable[..., Any]
 
 
 class _Any0(dict[int, int]):
     """Every worker reads and writes part 0."""
 
-    def __missing__(self, _worker: int) -> int:
+    def get(self, _worker: int, _default: object = None) -> int:
         return 0
 
 
 class Route:
     """One namespace, and which of its parts a worker's key means."""
 
-    __slots__ = ("_cache", "_index", "bases", "facts", "layers", "space")
+    __slots__ = ("bases", "cache", "facts", "index", "layers", "space")
 
     def __init__(self, space: Namespace, facts: dict[str, Any]) -> None:
         self.space = space
-        self._cache, self._index = space.cache, space._index
+        self.cache, self.index = space.cache, space._index
         self.facts = facts
         self.layers: int = facts["layers"]  # 0: objects hold all layers
         step = self.layers or 1
@@ -59,34 +56,11 @@ class Route:
 
     def part(self, key: Any) -> int:
         """The part of a key; -1 when it is another host's, or a layer that the model does not have."""
-        try:
-            part = self.bases[key.worker_id]
-        except KeyError:
-            return -1
-        if not self.layers:
+        part = self.bases.get(key.worker_id, -1)
+        if part < 0 or not self.layers:
             return part
         layer: int = key.layer_id
         return part + layer if 0 <= layer < self.layers else -1
-
-    def contains(self, chunk: Any, part: int) -> bool:
-        """`Namespace.contains`; part -1: all parts."""
-        rc: int = _contains_one(self._cache._attachment.at, self._index, chunk, part)
-        return rc == 1 if rc >= 0 else self.space.contains(chunk, part=None if part < 0 else part)
-
-    def get(self, chunk: Any, part: int) -> Any:
-        """`Namespace.get`."""
-        a = self._cache._attachment
-        try:
-            hold = a.holds.pop()
-        except IndexError:
-            return self.space.get(chunk, part=part)
-        where = _get_one(a.at, self._index, chunk, part, hold[1])
-        if type(where) is Part:
-            return self.space._make(a, self.space, [hold], where)
-        if where < 0:
-            return self.space.get(chunk, part=part)
-        a.holds.append(hold)
-        return None
 
     def keys(self, chunks: Iterable[Key], parts: Iterable[int], make: Sequence[MakeKey]) -> list[Any]:
         """Keys of these parts of some chunks, chunk by chunk."""

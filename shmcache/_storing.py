@@ -9,7 +9,7 @@ from . import errors
 from ._allocate import take_memory
 from ._attachment import Attachment
 from ._calls import Calls
-from ._core import BYTES, NO_KEY, NULL, OWNERS, Part, fast, ffi, lib
+from ._core import BYTES, NO_KEY, NULL, OWNERS, fast, ffi, lib
 from ._defer import EventLike
 from ._keys import Key, PackedKeys, pack
 from ._meta import Layout, layout_of, with_checksum
@@ -69,14 +69,17 @@ class Storing(Calls):
             hold = a.holds.pop()
         except IndexError:
             hold = a.new_hold()
-        where = _alloc(a.at, self._index, layout.reserve, layout.blob, 0 if evict else 4, hold[1], a.ticket_at)
-        if type(where) is Part:
-            return self._make(a, self, [hold], where, layout)
-        if where == lib.SHMC_FULL and timeout == 0:
+        found = _alloc(
+            a.at, self._index, layout.reserve, layout.blob, 0 if evict else 4, a.ticket_at, self._make, a, self, layout,
+            hold,
+        )  # fmt: skip
+        if type(found) is not int:
+            return found  # type: ignore[no-any-return]
+        if found == lib.SHMC_FULL and timeout == 0:
             a.holds.append(hold)
             return None
-        found = take_memory(self, layout, 1, evict, timeout)
-        return found[0] if found else None
+        taken = take_memory(self, layout, 1, evict, timeout)
+        return taken[0] if taken else None
 
     def allocate_many(
         self, shape: Any, dtype: Any = None, n: int = 1, *, fmt: Any = None, evict: bool = True,

@@ -191,38 +191,55 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         StaleHandleError
             the object was released.
         """
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            try:
-                route = self._placement.make_way(key)
-            except errors.OutOfSharedMemoryError as e:
-                _log.warning("not stored: %s", e)
-                return
-        part = route.part(key)
-        if part < 0:
-            raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
-        space = route.space
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
+            if route is None:
+                try:
+                    route = self._placement.make_way(key)
+                except errors.OutOfSharedMemoryError as e:
+                    _log.warning("not stored: %s", e)
+                    return
+            part = route.part(key) if route.layers else route.bases.get(key.worker_id, -1)
+            if part < 0:
+                raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
+            chunk = key.chunk_hash
+            if (
+                not isinstance(memory_obj, TensorMemoryObj)
+                or memory_obj._namespace is not route.space
+                or memory_obj._more is not None
+                or memory_obj._part.published
+                or self._keeps_positions
+            ):
+                stored = self._put_unusual(route.space, chunk, memory_obj, part)
+            else:
+                stored = route.space.put(chunk, memory_obj, part=part)
+                memory_obj._key = chunk
+            if stored:
+                if self.lmcache_metrics:
+                    self.lifespans.met((chunk,))
+                if on_complete_callback is not None:
+                    self._call_back(on_complete_callback, key)
+        except Exception as e:
+            self._instead("submit_put_task", e, None)
+
+    def _put_unusual(self, space: Any, chunk: Any, memory_obj: Any, part: int) -> bool:
+        """What has to be looked at more closely, or copied first; whether it was newly stored."""
         ours = isinstance(memory_obj, TensorMemoryObj) and memory_obj._namespace is space and not memory_obj.published
         ours = ours and not memory_obj.is_narrowed
-        if not ours and space.contains(key.chunk_hash, part=part):
-            return
+        if not ours and space.contains(chunk, part=part):
+            return False
         obj = memory_obj if ours else self._adopted(memory_obj, space)
         if obj is None:
-            return
+            return False
         try:
             if self._keeps_positions:
                 obj.store_positions()
-            stored = space.put(key.chunk_hash, obj, part=part)
-            obj._key = key.chunk_hash
+            stored: bool = space.put(chunk, obj, part=part)
+            obj._key = chunk
         finally:
             if obj is not memory_obj:
                 obj.release()
-        if not stored:
-            return
-        if self.lmcache_metrics:
-            self.lifespans.met((key.chunk_hash,))
-        if on_complete_callback is not None:
-            self._call_back(on_complete_callback, key)
+        return stored
 
     @staticmethod
     def _call_back(callback: Callable[[Any], None], key: Any) -> None:

@@ -72,17 +72,15 @@ class MemoryObj(Block):
     __slots__ = ()
 
     def __init__(
-        self, attachment: Attachment, namespace: Calls, holds: list[Hold], part: Any, layout: Layout | None = None,
-        keep: Any = None,
-    ) -> None:  # fmt: skip
+        self, attachment: Attachment, namespace: Calls, holds: list[Hold], part: Any, layout: Layout | None = None
+    ) -> None:
+        # `fast` makes most objects, and sets the same fields
         self._attachment = attachment
         self._namespace = namespace
         self._holds = holds
         self._part = part
         self._layout = layout
         self._more: _More | None = None
-        if keep is not None:
-            self._keep = keep
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -213,10 +211,9 @@ class MemoryObj(Block):
             else:
                 self._no_reference()
             return
-        if self._more is not None:
-            pending = self._more.pending
-            usable = pending is not None and not attachment.closed and attachment.is_own()
-            if usable and not self._holds and pending.keep([hold], None):
+        pending = None if self._more is None else self._more.pending
+        if pending is not None and not self._holds and not attachment.closed and attachment.is_own():  # noqa: SIM102
+            if pending.keep([hold], None):
                 return
         rc = _release(attachment.at, hold[1])
         if rc < 0:

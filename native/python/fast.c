@@ -6,11 +6,15 @@
  * given up around it, and what it answers is the status of shmcache.h.
  *
  *   contains(handle, namespace, key, part)                              1, 0 or an error
- *   get(handle, namespace, key, part, owner)                            a Part, or a status
- *   alloc(handle, namespace, size, meta, flags, owner, ticket)          a Part, or a status
+ *   get(handle, namespace, key, part, *object)                          an object, or a status
+ *   alloc(handle, namespace, size, meta, flags, ticket, *object)        an object, or a status
  *   put(handle, namespace, key, owner, part, parent or None)            1, 0 or an error
  *   pin(handle, namespace, key, part, lease_ns), unpin(...), remove(handle, namespace, key)
  *   release(handle, owner)                                              a status
+ *   objects(parts, holds, *object)                                      a list of objects
+ *
+ * An object is of a class below Held, made here without its __init__, of (class, attachment, namespace,
+ * layout or None, hold), where a hold is a pair (whatever keeps an owner, its address).
  *
  * A key is a bytes, a str or an int of 64 bits; NO_KEY is the answer for anything else, which goes as its
  * bytes, with its type code as one argument more. The callers, `_attachment` and those above it, keep what
@@ -27,7 +31,7 @@
 
 enum { NO_KEY = -1000, BYTES_TYPE = 1, STR_TYPE = 2, INT_TYPE = 3 };
 
-struct state { PyTypeObject *part; };
+struct state { PyTypeObject *part, *held; };
 
 /* ---- Part: where the bytes of one object lie --------------------------------------------------- */
 
@@ -42,7 +46,8 @@ static PyMemberDef part_members[] = {
 static PyObject *part_meta(PyObject *self, void *unused)
 {
     (void)unused;
-    return PyBytes_FromStringAndSize((const char *)((part_object *)self)->part.meta, SHMC_META_MAX);
+    const shmc_part *p = &((part_object *)self)->part;
+    return PyBytes_FromStringAndSize((const char *)p->meta, p->meta_len <= SHMC_META_MAX ? p->meta_len : 0);
 }
 
 static PyObject *part_address(PyObject *self, void *unused)
@@ -65,16 +70,91 @@ static void part_dealloc(PyObject *self)
 static PyType_Slot part_slots[] = {{Py_tp_members, part_members}, {Py_tp_getset, part_getset}, {Py_tp_dealloc, (void *)part_dealloc}, {0, NULL}};
 static PyType_Spec part_spec = {"shmcache._shmfast.Part", sizeof(part_object), 0, Py_TPFLAGS_DEFAULT, part_slots};
 
-static part_object *part_new(PyObject *module)
+/* ---- Held: what `shmcache._block.Block` is made of ----------------------------------------------- */
+
+typedef struct { PyObject_HEAD PyObject *attachment, *namespace, *holds, *part, *layout, *more; } held_object;
+
+#define SLOT(name) {"_" #name, T_OBJECT_EX, offsetof(held_object, name), 0, NULL}
+static PyMemberDef held_members[] = {
+    SLOT(attachment), SLOT(namespace), SLOT(holds), SLOT(part), SLOT(layout), SLOT(more), {NULL, 0, 0, 0, NULL},
+};
+
+static int held_traverse(PyObject *self, visitproc visit, void *arg)
 {
-    return PyObject_New(part_object, ((struct state *)PyModule_GetState(module))->part);
+    held_object *o = (held_object *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(o->attachment);
+    Py_VISIT(o->namespace);
+    Py_VISIT(o->holds);
+    Py_VISIT(o->part);
+    Py_VISIT(o->layout);
+    Py_VISIT(o->more);
+    return 0;
 }
 
-/* The part when the call found one, else the status. Takes the reference. */
-static PyObject *part_or(part_object *p, int found, int rc)
+static int held_clear(PyObject *self)
 {
-    if (found) return (PyObject *)p;
-    Py_DECREF(p);
+    held_object *o = (held_object *)self;
+    Py_CLEAR(o->holds);
+    Py_CLEAR(o->more);
+    Py_CLEAR(o->part);
+    Py_CLEAR(o->layout);
+    Py_CLEAR(o->namespace);
+    Py_CLEAR(o->attachment);
+    return 0;
+}
+
+static void held_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    held_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot held_slots[] = {
+    {Py_tp_members, held_members}, {Py_tp_traverse, (void *)held_traverse}, {Py_tp_clear, (void *)held_clear},
+    {Py_tp_dealloc, (void *)held_dealloc}, {0, NULL},
+};
+static PyType_Spec held_spec = {"shmcache._shmfast.Held", sizeof(held_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, held_slots};
+
+/* what an object is made of, as it stands in the arguments */
+enum { CLASS, ATTACHMENT, NAMESPACE, LAYOUT, HOLD, OBJECT_ARGUMENTS };
+
+/* An object with a part that is still to be filled, so that after the call nothing can fail any more. */
+static held_object *object_new(PyObject *module, PyObject *const *of, PyObject *hold, part_object **part)
+{
+    struct state *s = PyModule_GetState(module);
+    if (!PyType_Check(of[CLASS]) || !PyType_IsSubtype((PyTypeObject *)of[CLASS], s->held)) {
+        PyErr_SetString(PyExc_TypeError, "the class of an object is one below Held");
+        return NULL;
+    }
+    held_object *o = (held_object *)PyType_GenericAlloc((PyTypeObject *)of[CLASS], 0);
+    if (!o) return NULL;
+    *part = PyObject_New(part_object, s->part);
+    o->part = (PyObject *)*part;
+    o->holds = PyList_New(1);
+    if (!o->part || !o->holds) { Py_DECREF(o); return NULL; }
+    (*part)->part.published = 0;
+    Py_INCREF(hold);
+    PyList_SetItem(o->holds, 0, hold);
+    Py_INCREF(of[ATTACHMENT]);
+    o->attachment = of[ATTACHMENT];
+    Py_INCREF(of[NAMESPACE]);
+    o->namespace = of[NAMESPACE];
+    Py_INCREF(of[LAYOUT]);
+    o->layout = of[LAYOUT];
+    Py_INCREF(Py_None);
+    o->more = Py_None;
+    return o;
+}
+
+/* The object when the call found one, else the status. Takes the reference. */
+static PyObject *object_or(held_object *o, int found, int rc)
+{
+    if (found) return (PyObject *)o;
+    Py_DECREF(o);
     return PyLong_FromLong(rc);
 }
 
@@ -135,6 +215,11 @@ static uint32_t u32(PyObject *o) { return (uint32_t)PyLong_AsUnsignedLong(o); }
 static int32_t i32(PyObject *o) { return (int32_t)PyLong_AsLong(o); }
 static uint64_t u64(PyObject *o) { return PyLong_AsUnsignedLongLong(o); }
 static void *address(PyObject *o) { return PyLong_AsVoidPtr(o); }
+static shmc_owner *owner_of(PyObject *hold)
+{
+    PyObject *at = PyTuple_GetItem(hold, 1);
+    return at ? address(at) : NULL;
+}
 /* KEY -- the number of arguments, and the key, which is the third, into `k` */
 #define KEY(what, n) struct name k; do {                                          \
         if (!wants(what, n, (n) + 1, given)) return NULL;                         \
@@ -163,36 +248,66 @@ FUNCTION(contains)
 
 FUNCTION(get)
 {
-    KEY("get", 5);
+    enum { OBJECT = 4 };
+    KEY("get", OBJECT + OBJECT_ARGUMENTS);
     shmc *h = address(arg[0]);
     uint32_t ns = u32(arg[1]), part = u32(arg[3]);
-    shmc_owner *owner = address(arg[4]);
+    shmc_owner *owner = owner_of(arg[OBJECT + HOLD]);
     int rc;
     if (PyErr_Occurred()) return NULL;
-    part_object *p = part_new(module);
-    if (!p) return NULL;
-    p->part.published = 0;
+    part_object *p;
+    held_object *o = object_new(module, arg + OBJECT, arg[OBJECT + HOLD], &p);
+    if (!o) return NULL;
     CALL(rc, shmc_get_one(h, ns, k.data, k.len, k.type, part, &owner, &p->part));
-    return part_or(p, p->part.published != 0, rc);   /* also when `rc` says that others are being written */
+    return object_or(o, p->part.published != 0, rc);   /* PENDING, for instance, beside a writer */
 }
 
 FUNCTION(alloc)
 {
-    WANTS("alloc", 7);
+    enum { OBJECT = 6 };
+    WANTS("alloc", OBJECT + OBJECT_ARGUMENTS);
     char *meta;
     Py_ssize_t len;
     if (PyBytes_AsStringAndSize(arg[3], &meta, &len)) return NULL;
     shmc *h = address(arg[0]);
     uint32_t ns = u32(arg[1]), flags = u32(arg[4]);
     uint64_t size = u64(arg[2]);
-    shmc_owner *owner = address(arg[5]);
-    uint32_t *ticket = address(arg[6]);
+    uint32_t *ticket = address(arg[5]);
+    shmc_owner *owner = owner_of(arg[OBJECT + HOLD]);
     int rc;
     if (PyErr_Occurred()) return NULL;
-    part_object *p = part_new(module);
-    if (!p) return NULL;
+    part_object *p;
+    held_object *o = object_new(module, arg + OBJECT, arg[OBJECT + HOLD], &p);
+    if (!o) return NULL;
     CALL(rc, shmc_alloc(h, ns, size, (const uint8_t *)meta, (uint32_t)len, 1, flags, &owner, &p->part, ticket));
-    return part_or(p, rc == SHMC_OK, rc);
+    return object_or(o, rc == SHMC_OK, rc);
+}
+
+/* One object for each pair of holds, of the part at the same place in an array of parts; without a layout,
+ * None for a part that was not found. */
+FUNCTION(objects)
+{
+    enum { OBJECT = 2 };
+    WANTS("objects", OBJECT + OBJECT_ARGUMENTS - 1);
+    const shmc_part *parts = address(arg[0]);
+    PyObject *holds = arg[1];
+    if (PyErr_Occurred()) return NULL;
+    if (!PyList_Check(holds)) { PyErr_SetString(PyExc_TypeError, "holds are a list"); return NULL; }
+    Py_ssize_t n = PyList_Size(holds);
+    PyObject *all = PyList_New(n);
+    for (Py_ssize_t i = 0; all && i < n; i++) {
+        PyObject *one = Py_None;
+        if (arg[OBJECT + LAYOUT] != Py_None || parts[i].published) {
+            part_object *p;
+            one = (PyObject *)object_new(module, arg + OBJECT, PyList_GetItem(holds, i), &p);
+            if (one) p->part = parts[i];
+        } else {
+            Py_INCREF(one);
+        }
+        if (one) PyList_SetItem(all, i, one);
+        else Py_CLEAR(all);
+    }
+    return all;
 }
 
 FUNCTION(put)
@@ -268,7 +383,7 @@ FUNCTION(release)
 #define METHOD(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD("contains", contains), METHOD("get", get), METHOD("alloc", alloc), METHOD("put", put), METHOD("pin", pin),
-    METHOD("unpin", unpin), METHOD("remove", drop), METHOD("release", release), {NULL, NULL, 0, NULL},
+    METHOD("unpin", unpin), METHOD("remove", drop), METHOD("release", release), METHOD("objects", objects), {NULL, NULL, 0, NULL},
 };
 
 static int module_exec(PyObject *module)
@@ -276,18 +391,22 @@ static int module_exec(PyObject *module)
     struct state *s = PyModule_GetState(module);
     s->part = (PyTypeObject *)PyType_FromSpec(&part_spec);
     if (!s->part || PyModule_AddObjectRef(module, "Part", (PyObject *)s->part)) return -1;
+    s->held = (PyTypeObject *)PyType_FromSpec(&held_spec);
+    if (!s->held || PyModule_AddObjectRef(module, "Held", (PyObject *)s->held)) return -1;
     return PyModule_AddIntConstant(module, "NO_KEY", NO_KEY);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     Py_VISIT(((struct state *)PyModule_GetState(module))->part);
+    Py_VISIT(((struct state *)PyModule_GetState(module))->held);
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
     Py_CLEAR(((struct state *)PyModule_GetState(module))->part);
+    Py_CLEAR(((struct state *)PyModule_GetState(module))->held);
     return 0;
 }
 
