@@ -95,7 +95,7 @@ def take_memory(namespace: Calls, layout: Layout, n: int, evict: bool, timeout: 
             a.handle, namespace._index, layout.reserve, layout.c_blob, len(layout.blob), n, flags, owners, parts, ticket
         )
         if rc == 0:
-            made: list[MemoryObj] = fast.objects(address_of(parts), pairs, namespace._make, a, namespace, layout)
+            made: list[MemoryObj] = fast.objects(a.at, address_of(parts), pairs, namespace._make, a, namespace, layout)
             return made
         if rc >= 0:  # after an error some may be full: those go with their owners
             a.empty_holds(pairs)

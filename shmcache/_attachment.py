@@ -25,7 +25,7 @@ from .pinning import Pinner
 
 Hold = tuple[Any, int]  # (shmc_owner, its address)
 
-POOLED = 512  # of each kind, kept for the next call
+POOLED = 512  # kept for the next call; also in native/python/fast.c
 _start_lock = threading.Lock()
 
 

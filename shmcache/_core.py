@@ -51,9 +51,13 @@ if TYPE_CHECKING:
 
     class Held:
         """What objects are made of, so that `fast` can make them."""
+
+        def release(self, after: Any = None) -> None: ...
+        def ref_count_down(self) -> None: ...
 else:
     Held = fast.Held
 NO_KEY: Final[int] = fast.NO_KEY
+UNUSUAL: Final[int] = fast.UNUSUAL
 
 PART = ffi.typeof("shmc_part *")
 PARTS = ffi.typeof("shmc_part[]")

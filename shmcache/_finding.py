@@ -95,7 +95,7 @@ class Finding(Calls):
             if rc >= 0:
                 break
             a.recover(rc, "get_many")
-        found: list[MemoryObj | None] = fast.objects(address_of(parts), pairs, self._make, a, self, None)
+        found: list[MemoryObj | None] = fast.objects(a.at, address_of(parts), pairs, self._make, a, self, None)
         a.empty_holds([pair for pair, obj in zip(pairs, found, strict=True) if obj is None])
         return found
 

@@ -9,7 +9,7 @@ from . import errors
 from ._allocate import take_memory
 from ._attachment import Attachment
 from ._calls import Calls
-from ._core import BYTES, NO_KEY, NULL, OWNERS, fast, ffi, lib
+from ._core import BYTES, NO_KEY, NULL, OWNERS, UNUSUAL, fast, ffi, lib
 from ._defer import EventLike
 from ._keys import Key, PackedKeys, pack
 from ._meta import Layout, layout_of, with_checksum
@@ -122,33 +122,12 @@ class Storing(Calls):
         if part:
             self._part(part)
         a = self.cache._attachment
-        if (
-            after is not None
-            or not isinstance(obj, MemoryObj)
-            or obj._namespace is not self
-            or obj._attachment is not a
-            or obj._more is not None
-        ):
-            return self._put_unusual(key, obj, part, parent, after)
-        try:
-            hold = obj._holds[0]
-        except IndexError:
-            self._check_puttable([obj])
-            raise
-        if a.checksum is not None:
-            self._add_checksums(a, [obj], [hold])
-        rc = _put_one(a.at, self._index, key, hold[1], part, parent)
-        if rc == NO_KEY:
-            return self._put_unusual(key, obj, part, parent, None)
-        if rc < 0:
-            self._put_failed(a, rc, [obj])
-            return self.put(key, obj, part=part, parent=parent)
-        if rc == 1:
-            obj._part.published = 1
-            return True
-        return False
-
-    def _put_unusual(self, key: Key, obj: MemoryObj, part: int, parent: Key | None, after: EventLike | None) -> bool:
+        if after is None and a.checksum is None:
+            rc: int = _put_one(a.at, self._index, key, part, parent, obj, a, self)
+            if rc >= 0:
+                return rc == 1
+            if rc not in (NO_KEY, UNUSUAL):
+                self._put_failed(a, rc, [obj])
         return self.put_many([key], [obj], part=part, parent=parent, after=after)[0]
 
     def adopt(self, obj: MemoryObj) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from . import _sizing, errors
 from ._backend_finding import BackendFinding
 from ._backend_memory import BackendMemory
-from ._core import U64, ffi, lib
+from ._core import U64, fast, ffi, lib
 from ._objects import TensorMemoryObj
 from ._order import list_chunks
 from ._placement import Placement, Route
@@ -31,6 +31,7 @@ from .reservation import Reservation
 __all__ = ["SharedCPUBackend"]
 
 _log = logging.getLogger("shmcache")
+_put = fast.put
 _LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
@@ -203,16 +204,14 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
             if part < 0:
                 raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
             chunk = key.chunk_hash
-            if (
-                not isinstance(memory_obj, TensorMemoryObj)
-                or memory_obj._namespace is not route.space
-                or memory_obj._more is not None
-                or memory_obj._part.published
-                or self._keeps_positions
-            ):
+            a = route.cache._attachment
+            rc = -1
+            if a.checksum is None and not self._keeps_positions:
+                rc = _put(a.at, route.index, chunk, part, None, memory_obj, a, route.space)
+            if rc < 0:  # among others, for what was published before
                 stored = self._put_unusual(route.space, chunk, memory_obj, part)
             else:
-                stored = route.space.put(chunk, memory_obj, part=part)
+                stored = rc == 1
                 memory_obj._key = chunk
             if stored:
                 if self.lmcache_metrics:

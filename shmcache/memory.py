@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from . import errors
-from ._attachment import POOLED, Attachment, Hold
+from ._attachment import Attachment, Hold
 from ._block import Block
-from ._core import fast, ffi, lib, part_pointer
+from ._core import ffi, lib, part_pointer
 from ._defer import EventLike
 from ._dtypes import torch_dtype
 from ._formats import MemoryFormat, MemoryObjMetadata
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryFormat", "MemoryObj", "MemoryObjMetadata", "release_many"]
 
-_release = fast.release
 _extra_lock = threading.Lock()
 
 
@@ -82,43 +81,11 @@ class MemoryObj(Block):
         self._layout = layout
         self._more: _More | None = None
 
-    # ---- life -----------------------------------------------------------------------------------
+    # ---- life: release() and ref_count_down() are those of Held, what is unusual is done here ----
 
-    def release(self, after: EventLike | None = None) -> None:
-        """Give back all that this object still holds, pins too. Doing it again does nothing.
-
-        Parameters
-        ----------
-        after
-            anything with `query()`, such as a `torch.cuda.Event`: the holds are kept until it is
-            true. The object counts as released at once.
-
-        Raises
-        ------
-        StaleHandleError
-            in a forked child: the holds are the parent's.
-        LockTimeoutError
-            nothing changed; try again.
-        """
-        attachment = self._attachment
-        holds = self._holds
-        if self._more is None and after is None:
-            try:
-                hold = holds.pop()
-            except IndexError:
-                return
-            rc = _release(attachment.at, hold[1])
-            if rc < 0:
-                holds.append(hold)
-                self._not_released(rc)
-                return
-            if len(attachment.holds) < POOLED:
-                attachment.holds.append(hold)
-            if not holds:
-                return
-        self._release_all(after)
-
-    def _release_all(self, after: EventLike | None) -> None:
+    def _release(self, after: EventLike | None = None) -> None:
+        if not self._holds and self._more is None:
+            return
         attachment = self._attachment
         if attachment.closed:
             self._not_released(lib.SHMC_E_CLOSED)
@@ -200,27 +167,24 @@ class MemoryObj(Block):
             raise self._table_full("ref_count_up")
         self._holds.append(hold)
 
-    def ref_count_down(self) -> None:
-        """Give back one reference of this object; StaleHandleError when it has none."""
+    def _count_down(self) -> None:
         attachment = self._attachment
+        if attachment.closed:
+            self._not_counted_down(lib.SHMC_E_CLOSED)
+            return
         try:
             hold = self._holds.pop()
         except IndexError:
-            if attachment.closed:
-                self._not_counted_down(lib.SHMC_E_CLOSED)
-            else:
-                self._no_reference()
+            self._no_reference()
             return
-        pending = None if self._more is None else self._more.pending
-        if pending is not None and not self._holds and not attachment.closed and attachment.is_own():  # noqa: SIM102
-            if pending.keep([hold], None):
-                return
-        rc = _release(attachment.at, hold[1])
+        more = self._more
+        pending = None if more is None else more.pending
+        if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
+            return
+        rc = attachment.release([hold])
         if rc < 0:
             self._holds.append(hold)
             self._not_counted_down(rc)
-        elif len(attachment.holds) < POOLED:
-            attachment.holds.append(hold)
 
     def _not_counted_down(self, rc: int) -> None:
         attachment = self._attachment

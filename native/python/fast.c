@@ -8,13 +8,13 @@
  *   contains(handle, namespace, key, part)                              1, 0 or an error
  *   get(handle, namespace, key, part, *object)                          an object, or a status
  *   alloc(handle, namespace, size, meta, flags, ticket, *object)        an object, or a status
- *   put(handle, namespace, key, owner, part, parent or None)            1, 0 or an error
+ *   put(handle, namespace, key, part, parent or None, *object)          1, 0 or an error
  *   pin(handle, namespace, key, part, lease_ns), unpin(...), remove(handle, namespace, key)
- *   release(handle, owner)                                              a status
- *   objects(parts, holds, *object)                                      a list of objects
+ *   objects(handle, parts, holds, *object)                              a list of objects
  *
  * An object is of a class below Held, made here without its __init__, of (class, attachment, namespace,
- * layout or None, hold), where a hold is a pair (whatever keeps an owner, its address).
+ * layout or None, hold), where a hold is a pair (whatever keeps an owner, its address). To put takes (object,
+ * attachment, namespace); UNUSUAL is the answer when it is not of these, or not like most.
  *
  * A key is a bytes, a str or an int of 64 bits; NO_KEY is the answer for anything else, which goes as its
  * bytes, with its type code as one argument more. The callers, `_attachment` and those above it, keep what
@@ -29,7 +29,7 @@
 #include <structmember.h>
 #include "shmcache.h"
 
-enum { NO_KEY = -1000, BYTES_TYPE = 1, STR_TYPE = 2, INT_TYPE = 3 };
+enum { NO_KEY = -1000, UNUSUAL = -1001, POOLED = 512, BYTES_TYPE = 1, STR_TYPE = 2, INT_TYPE = 3 };
 
 struct state { PyTypeObject *part, *held; };
 
@@ -72,7 +72,11 @@ static PyType_Spec part_spec = {"shmcache._shmfast.Part", sizeof(part_object), 0
 
 /* ---- Held: what `shmcache._block.Block` is made of ----------------------------------------------- */
 
-typedef struct { PyObject_HEAD PyObject *attachment, *namespace, *holds, *part, *layout, *more; } held_object;
+typedef struct {
+    PyObject_HEAD
+    shmc *h;        /* the attachment's handle; NULL: made by its __init__ */
+    PyObject *attachment, *namespace, *holds, *part, *layout, *more;
+} held_object;
 
 #define SLOT(name) {"_" #name, T_OBJECT_EX, offsetof(held_object, name), 0, NULL}
 static PyMemberDef held_members[] = {
@@ -113,7 +117,83 @@ static void held_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
+/* Attributes of an attachment and methods of an object and a list: interned, immutable, for all interpreters. */
+static PyObject *name_holds, *name_pop, *name_release_slowly, *name_count_down_slowly, *name_not_released, *name_not_counted_down;
+
+static int names(void)
+{
+    return (name_holds = PyUnicode_InternFromString("holds")) && (name_pop = PyUnicode_InternFromString("pop")) &&
+           (name_release_slowly = PyUnicode_InternFromString("_release")) && (name_count_down_slowly = PyUnicode_InternFromString("_count_down")) &&
+           (name_not_released = PyUnicode_InternFromString("_not_released")) && (name_not_counted_down = PyUnicode_InternFromString("_not_counted_down"));
+}
+
+/* A hold without its reference is for the next call, as in Attachment.empty_holds. */
+static int pool(PyObject *attachment, PyObject *hold)
+{
+    PyObject *list = PyObject_GetAttr(attachment, name_holds);
+    if (!list) return -1;
+    int rc = PyList_Size(list) < POOLED ? PyList_Append(list, hold) : 0;
+    Py_DECREF(list);
+    return rc;
+}
+
+/* Give back the last hold of an object that is like most; `failed` is its method that takes a status, `slowly`
+ * the one for all others. From the moment the hold is off the list it is in `hold`, whose owner gives back
+ * by itself what it still has. */
+static PyObject *give_back(PyObject *self, Py_ssize_t most, PyObject *failed, PyObject *slowly)
+{
+    held_object *o = (held_object *)self;
+    Py_ssize_t n = o->holds ? PyList_Size(o->holds) : 0;
+    if (n < 1 || n > most || !o->h || o->more != Py_None) return PyObject_CallMethodObjArgs(self, slowly, NULL);
+    PyObject *hold = PyObject_CallMethodObjArgs(o->holds, name_pop, NULL);
+    if (!hold) return NULL;
+    shmc_owner *owner = PyLong_AsVoidPtr(PyTuple_GetItem(hold, 1));
+    PyObject *out = NULL;
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = shmc_release(o->h, &owner, 1);
+    Py_END_ALLOW_THREADS
+    if (rc >= 0) {
+        if (!pool(o->attachment, hold)) { out = Py_None; Py_INCREF(out); }
+    } else if (!PyList_Append(o->holds, hold)) {
+        PyObject *status = PyLong_FromLong(rc);
+        if (status) out = PyObject_CallMethodObjArgs(self, failed, status, NULL);
+        Py_XDECREF(status);
+    }
+    Py_DECREF(hold);
+    return out;
+}
+
+static PyObject *held_count_down(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return give_back(self, PY_SSIZE_T_MAX, name_not_counted_down, name_count_down_slowly);
+}
+
+static PyObject *held_release(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *after = Py_None;
+    static char *keywords[] = {"after", NULL};
+    if ((PyTuple_Size(args) || kwargs) && !PyArg_ParseTupleAndKeywords(args, kwargs, "|O:release", keywords, &after)) return NULL;
+    if (after != Py_None) return PyObject_CallMethodObjArgs(self, name_release_slowly, after, NULL);
+    return give_back(self, 1, name_not_released, name_release_slowly);
+}
+
+static PyMethodDef held_methods[] = {
+    {"ref_count_down", held_count_down, METH_NOARGS, PyDoc_STR("Give back one reference of this object; StaleHandleError when it has none.")},
+    {"release", (PyCFunction)(void (*)(void))held_release, METH_VARARGS | METH_KEYWORDS, PyDoc_STR(
+        "release(after=None)\n--\n\n"
+        "Give back all that this object still holds, pins too. Doing it again does nothing.\n\n"
+        "Parameters\n----------\nafter\n"
+        "    anything with `query()`, such as a `torch.cuda.Event`: the holds are kept until it is\n"
+        "    true. The object counts as released at once.\n\n"
+        "Raises\n------\nStaleHandleError\n    in a forked child: the holds are the parent's.\n"
+        "LockTimeoutError\n    nothing changed; try again.\n")},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot held_slots[] = {
+    {Py_tp_methods, held_methods},
     {Py_tp_members, held_members}, {Py_tp_traverse, (void *)held_traverse}, {Py_tp_clear, (void *)held_clear},
     {Py_tp_dealloc, (void *)held_dealloc}, {0, NULL},
 };
@@ -123,7 +203,7 @@ static PyType_Spec held_spec = {"shmcache._shmfast.Held", sizeof(held_object), 0
 enum { CLASS, ATTACHMENT, NAMESPACE, LAYOUT, HOLD, OBJECT_ARGUMENTS };
 
 /* An object with a part that is still to be filled, so that after the call nothing can fail any more. */
-static held_object *object_new(PyObject *module, PyObject *const *of, PyObject *hold, part_object **part)
+static held_object *object_new(PyObject *module, shmc *h, PyObject *const *of, PyObject *hold, part_object **part)
 {
     struct state *s = PyModule_GetState(module);
     if (!PyType_Check(of[CLASS]) || !PyType_IsSubtype((PyTypeObject *)of[CLASS], s->held)) {
@@ -132,6 +212,7 @@ static held_object *object_new(PyObject *module, PyObject *const *of, PyObject *
     }
     held_object *o = (held_object *)PyType_GenericAlloc((PyTypeObject *)of[CLASS], 0);
     if (!o) return NULL;
+    o->h = h;
     *part = PyObject_New(part_object, s->part);
     o->part = (PyObject *)*part;
     o->holds = PyList_New(1);
@@ -256,7 +337,7 @@ FUNCTION(get)
     int rc;
     if (PyErr_Occurred()) return NULL;
     part_object *p;
-    held_object *o = object_new(module, arg + OBJECT, arg[OBJECT + HOLD], &p);
+    held_object *o = object_new(module, h, arg + OBJECT, arg[OBJECT + HOLD], &p);
     if (!o) return NULL;
     CALL(rc, shmc_get_one(h, ns, k.data, k.len, k.type, part, &owner, &p->part));
     return object_or(o, p->part.published != 0, rc);   /* PENDING, for instance, beside a writer */
@@ -277,7 +358,7 @@ FUNCTION(alloc)
     int rc;
     if (PyErr_Occurred()) return NULL;
     part_object *p;
-    held_object *o = object_new(module, arg + OBJECT, arg[OBJECT + HOLD], &p);
+    held_object *o = object_new(module, h, arg + OBJECT, arg[OBJECT + HOLD], &p);
     if (!o) return NULL;
     CALL(rc, shmc_alloc(h, ns, size, (const uint8_t *)meta, (uint32_t)len, 1, flags, &owner, &p->part, ticket));
     return object_or(o, rc == SHMC_OK, rc);
@@ -287,10 +368,11 @@ FUNCTION(alloc)
  * None for a part that was not found. */
 FUNCTION(objects)
 {
-    enum { OBJECT = 2 };
+    enum { OBJECT = 3 };
     WANTS("objects", OBJECT + OBJECT_ARGUMENTS - 1);
-    const shmc_part *parts = address(arg[0]);
-    PyObject *holds = arg[1];
+    shmc *h = address(arg[0]);
+    const shmc_part *parts = address(arg[1]);
+    PyObject *holds = arg[2];
     if (PyErr_Occurred()) return NULL;
     if (!PyList_Check(holds)) { PyErr_SetString(PyExc_TypeError, "holds are a list"); return NULL; }
     Py_ssize_t n = PyList_Size(holds);
@@ -299,7 +381,7 @@ FUNCTION(objects)
         PyObject *one = Py_None;
         if (arg[OBJECT + LAYOUT] != Py_None || parts[i].published) {
             part_object *p;
-            one = (PyObject *)object_new(module, arg + OBJECT, PyList_GetItem(holds, i), &p);
+            one = (PyObject *)object_new(module, h, arg + OBJECT, PyList_GetItem(holds, i), &p);
             if (one) p->part = parts[i];
         } else {
             Py_INCREF(one);
@@ -312,23 +394,35 @@ FUNCTION(objects)
 
 FUNCTION(put)
 {
-    (void)module;
-    KEY("put", 6);
+    KEY("put", 8);
     struct name parent;
     shmc_keys before = {.n = 1}, *beside = NULL;
-    if (arg[5] != Py_None) {
-        int ok = name_of(arg[5], &parent);
+    if (arg[4] != Py_None) {
+        int ok = name_of(arg[4], &parent);
         if (ok <= 0) return ok ? NULL : PyLong_FromLong(NO_KEY);
         before.data = parent.data;
         before.klen = parent.len;
         before.ktype = parent.type;
         beside = &before;
     }
+    struct state *s = PyModule_GetState(module);
+    held_object *o = (held_object *)arg[5];
+    if (!PyObject_TypeCheck(arg[5], s->held) || o->attachment != arg[6] || o->namespace != arg[7] || o->more != Py_None ||
+        !o->part || Py_TYPE(o->part) != s->part || !o->holds || PyList_Size(o->holds) != 1)
+        return PyLong_FromLong(UNUSUAL);
     shmc *h = address(arg[0]);
-    uint32_t ns = u32(arg[1]), part = u32(arg[4]);
-    shmc_owner *owner = address(arg[3]);
-    int rc;
-    CALL(rc, shmc_put_one(h, ns, k.data, k.len, k.type, &owner, part, beside));
+    uint32_t ns = u32(arg[1]), part = u32(arg[3]);
+    PyObject *hold = PySequence_GetItem(o->holds, 0);      /* kept: another thread may release the object meanwhile */
+    shmc_owner *owner = hold ? owner_of(hold) : NULL;
+    int rc = SHMC_E_STALE;
+    if (!PyErr_Occurred()) {
+        Py_BEGIN_ALLOW_THREADS
+        rc = shmc_put_one(h, ns, k.data, k.len, k.type, &owner, part, beside);
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(hold);
+    if (PyErr_Occurred()) return NULL;
+    if (rc == 1) ((part_object *)o->part)->part.published = 1;
     return PyLong_FromLong(rc);
 }
 
@@ -367,33 +461,23 @@ FUNCTION(drop)
     return by_key("remove", arg, given, shmc_remove_one);
 }
 
-FUNCTION(release)
-{
-    (void)module;
-    WANTS("release", 2);
-    shmc *h = address(arg[0]);
-    shmc_owner *owner = address(arg[1]);
-    int rc;
-    CALL(rc, shmc_release(h, &owner, 1));
-    return PyLong_FromLong(rc);
-}
-
 /* ---- the module ---------------------------------------------------------------------------------- */
 
 #define METHOD(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD("contains", contains), METHOD("get", get), METHOD("alloc", alloc), METHOD("put", put), METHOD("pin", pin),
-    METHOD("unpin", unpin), METHOD("remove", drop), METHOD("release", release), METHOD("objects", objects), {NULL, NULL, 0, NULL},
+    METHOD("unpin", unpin), METHOD("remove", drop), METHOD("objects", objects), {NULL, NULL, 0, NULL},
 };
 
 static int module_exec(PyObject *module)
 {
     struct state *s = PyModule_GetState(module);
+    if (!names()) return -1;
     s->part = (PyTypeObject *)PyType_FromSpec(&part_spec);
     if (!s->part || PyModule_AddObjectRef(module, "Part", (PyObject *)s->part)) return -1;
     s->held = (PyTypeObject *)PyType_FromSpec(&held_spec);
     if (!s->held || PyModule_AddObjectRef(module, "Held", (PyObject *)s->held)) return -1;
-    return PyModule_AddIntConstant(module, "NO_KEY", NO_KEY);
+    return PyModule_AddIntConstant(module, "NO_KEY", NO_KEY) || PyModule_AddIntConstant(module, "UNUSUAL", UNUSUAL) ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
