@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ._core import fast
-from ._keys import pack
+from ._keys import INT_TYPE, PackedKeys, pack
 from ._objects import TensorMemoryObj
 from ._placement import Placement, Route
 from ._requests import Found, RequestKeys
 from .metrics import Lifespans
 
-_SAME = tuple(map(operator.attrgetter, ("worker_id", "model_name", "world_size", "dtype", "tags")))
-_layer = operator.attrgetter("layer_id")
+_SAME = ("worker_id", "model_name", "world_size", "dtype", "tags")
 _hash = operator.attrgetter("chunk_hash")
+_NOTHING = pack(())
 _contains = fast.contains
 _unpin = fast.unpin
 _T = TypeVar("_T")
@@ -44,14 +44,19 @@ class BackendFinding:
 
     def _find_all(self, keys: Sequence[Any]) -> tuple[Route | None, int]:
         """The same when all keys agree in both, as those of one request of one rank (and layer) do."""
-        n = len(keys)
-        if not n or len(set(map(type, keys))) != 1:
-            return None, -1
-        first = keys[0]
-        for get in _SAME if not hasattr(first, "layer_id") else (*_SAME, _layer):
-            if list(map(get, keys)).count(get(first)) != n:
-                return None, -1
-        return self._find(first)
+        route, part, _ = self._find_packed(keys)
+        return route, part
+
+    def _find_packed(self, keys: Sequence[Any]) -> tuple[Route | None, int, PackedKeys]:
+        """The same, and their hashes joined."""
+        if type(keys) is not list:
+            keys = list(keys)
+        names = _SAME if not keys or not hasattr(keys[0], "layer_id") else (*_SAME, "layer_id")
+        joined = fast.alike(keys, names, "chunk_hash")
+        if joined is False:
+            return None, -1, _NOTHING
+        packed = pack(list(map(_hash, keys))) if joined is True else PackedKeys(joined, len(keys), 8, INT_TYPE)
+        return *self._find(keys[0]), packed
 
     def _which(self, part: int) -> int | None:
         """What has to be there: the part, or with rank agreement all parts."""
@@ -102,10 +107,9 @@ class BackendFinding:
         return self._leading(keys, pin, lookup_id)
 
     def _leading(self, keys: Sequence[Any], pin: bool, lookup_id: str | None) -> int:
-        route, part = self._find_all(keys)
+        route, part, packed = self._find_packed(keys)
         touch = None
         if route is not None:
-            packed = pack(list(map(_hash, keys)))
             n = route.space.leading(packed, part=self._which(part), pin=pin)
             touch = (route.space, packed if n == packed.n else packed[:n])
         else:
@@ -167,10 +171,10 @@ class BackendFinding:
 
     def batched_get_blocking(self, keys: Sequence[Any]) -> list[Any]:
         """`get_blocking` of each, in one call where the keys are of one rank; None where absent."""
-        route, part = self._find_all(keys)
+        route, part, packed = self._find_packed(keys)
         if route is None:
             return [self.get_blocking(key) for key in keys]
-        found: list[Any] = route.space.get_many(list(map(_hash, keys)), part=part)
+        found: list[Any] = route.space.get_many(packed, part=part)
         for key, obj in zip(keys, found, strict=True):
             if obj is not None:
                 obj._key = key.chunk_hash
@@ -214,10 +218,10 @@ class BackendFinding:
 
     def batched_unpin(self, keys: Sequence[Any]) -> int:
         """`unpin` of each, in one call where the keys are of one rank; how many pins were given back."""
-        route, _ = self._find_all(keys)
+        route, _, packed = self._find_packed(keys)
         if route is None:
             return sum(map(self.unpin, keys))
-        return sum(route.space.unpin_many(list(map(_hash, keys))))
+        return sum(route.space.unpin_many(packed))
 
     def remove(self, key: Any, force: bool = True) -> bool:
         """Remove the chunk, all ranks' parts; False when it is absent.

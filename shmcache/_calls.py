@@ -97,5 +97,5 @@ class Calls:
             a = self.cache._attachment
             rc = call(a.handle, self._index, packed.c, *args, out)
             if rc >= 0:
-                return [byte == 1 for byte in bytes(ffi.buffer(out))]
+                return list(map(bool, bytes(ffi.buffer(out))))
             a.recover(rc, what)

@@ -11,6 +11,7 @@
  *   put(handle, namespace, key, part, parent or None, *object)          1, 0 or an error
  *   pin(handle, namespace, key, part, lease_ns), unpin(...), remove(handle, namespace, key)
  *   objects(handle, parts, holds, *object)                              a list of objects
+ *   alike(items, names, key_name)                                       False, True, or keys joined
  *
  * An object is of a class below Held, made here without its __init__, of (class, attachment, namespace,
  * layout or None, hold), where a hold is a pair (whatever keeps an owner, its address). To put takes (object,
@@ -461,12 +462,62 @@ FUNCTION(drop)
     return by_key("remove", arg, given, shmc_remove_one);
 }
 
+/* Whether all items of a list are of one type and have equal attributes of these names. Where so, and their
+ * attribute `key_name` is an int of 64 bits, those ints as `pack` joins them: most of what a call for a
+ * thousand of LMCache's keys takes is to look at them. */
+FUNCTION(alike)
+{
+    (void)module;
+    WANTS("alike", 3);
+    if (!PyList_Check(arg[0]) || !PyTuple_Check(arg[1])) { PyErr_SetString(PyExc_TypeError, "a list of items and a tuple of names"); return NULL; }
+    Py_ssize_t n = PyList_Size(arg[0]), names = PyTuple_Size(arg[1]);
+    PyObject *first[8] = {NULL}, *joined = NULL, *out = NULL;
+    if (!n || names > 8) Py_RETURN_FALSE;
+    uint8_t *at = NULL;
+    PyObject *head = PySequence_GetItem(arg[0], 0);
+    int same = head != NULL;
+    for (Py_ssize_t j = 0; same && j < names; j++)
+        if (!(first[j] = PyObject_GetAttr(head, PyTuple_GetItem(arg[1], j)))) goto out;
+    joined = PyBytes_FromStringAndSize(NULL, 8 * n);
+    if (!joined) goto out;
+    at = (uint8_t *)PyBytes_AsString(joined);
+    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(arg[0], i);     /* kept: looking at attributes may run Python */
+        if (!item) goto out;
+        same = Py_TYPE(item) == Py_TYPE(head);
+        for (Py_ssize_t j = 0; same > 0 && j < names; j++) {
+            PyObject *value = PyObject_GetAttr(item, PyTuple_GetItem(arg[1], j));
+            same = !value ? -1 : value == first[j] ? 1 : PyObject_RichCompareBool(value, first[j], Py_EQ);
+            Py_XDECREF(value);
+        }
+        if (same > 0 && at) {
+            PyObject *key = PyObject_GetAttr(item, arg[2]);
+            struct name k;
+            if (!key) same = -1;
+            else if (!PyLong_CheckExact(key) || name_of_int(key, &k) <= 0 || k.len != 8) at = NULL;
+            else { memcpy(at, k.data, 8); at += 8; }
+            Py_XDECREF(key);
+        }
+        Py_DECREF(item);
+    }
+    if (same >= 0) {
+        out = !same ? Py_False : at ? joined : Py_True;
+        Py_INCREF(out);
+    }
+out:
+    for (Py_ssize_t j = 0; j < names; j++) Py_XDECREF(first[j]);
+    Py_XDECREF(head);
+    Py_XDECREF(joined);
+    return out;
+}
+
 /* ---- the module ---------------------------------------------------------------------------------- */
 
 #define METHOD(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD("contains", contains), METHOD("get", get), METHOD("alloc", alloc), METHOD("put", put), METHOD("pin", pin),
-    METHOD("unpin", unpin), METHOD("remove", drop), METHOD("objects", objects), {NULL, NULL, 0, NULL},
+    METHOD("unpin", unpin), METHOD("remove", drop), METHOD("objects", objects),
+    METHOD("alike", alike), {NULL, NULL, 0, NULL},
 };
 
 static int module_exec(PyObject *module)

@@ -12,6 +12,7 @@ share and for an undo journal, LMCache's for neither.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -129,24 +130,29 @@ def row_put(s: Side) -> Callable[[], float]:
 
 
 def row_allocate(s: Side) -> Callable[[], float]:
+    size = torch.Size([16384, 2])
+
     def work() -> None:
         for _ in range(300):
-            s.backend.allocate(torch.Size([16384, 2]), DTYPE, MemoryFormat.KV_T2D, busy_loop=False).ref_count_down()
+            s.backend.allocate(size, DTYPE, MemoryFormat.KV_T2D, busy_loop=False).ref_count_down()
 
     return lambda: per(300, work)
 
 
 def _evicting(s: Side, n: int) -> Callable[[], float]:
-    at = [10_000_000]
+    numbers, size = itertools.count(10_000_000), torch.Size([16384, 2])
 
-    def work() -> None:
-        for _ in range(n):
-            obj = s.backend.allocate(torch.Size([16384, 2]), DTYPE, MemoryFormat.KV_T2D, busy_loop=False)
-            at[0] += 1
-            s.backend.submit_put_task(key(at[0]), obj)
-            obj.ref_count_down()
+    def once() -> float:
+        def work() -> None:
+            for k in keys:
+                obj = s.backend.allocate(size, DTYPE, MemoryFormat.KV_T2D, busy_loop=False)
+                s.backend.submit_put_task(k, obj)
+                obj.ref_count_down()
 
-    return lambda: per(n, work)
+        keys = [key(next(numbers)) for _ in range(n)]  # making LMCache's keys is not what is measured
+        return per(n, work)
+
+    return once
 
 
 def row_evict(s: Side) -> Callable[[], float]:
