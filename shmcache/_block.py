@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from ._attachment import Attachment, Hold
-from ._core import Held, ffi, lib
+from ._core import Held, Part, ffi, lib
 from ._dtypes import UINT8, torch_dtype
 from ._formats import MemoryFormat, format_of
 from ._meta import Group, Layout, layout_from
@@ -73,7 +73,8 @@ class Block(Held):
         layout = self._layout
         if layout is None:
             part = self._part
-            layout = self._layout = layout_from(bytes(part.meta)[: part.meta_len], part.size)
+            meta = part.meta if type(part) is Part else bytes(part.meta)[: part.meta_len]
+            layout = self._layout = layout_from(meta, part.size)
         return layout
 
     def _view(self, group: Group) -> torch.Tensor:

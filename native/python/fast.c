@@ -147,7 +147,7 @@ static PyObject *give_back(PyObject *self, Py_ssize_t most, PyObject *failed, Py
     Py_ssize_t n = o->holds ? PyList_Size(o->holds) : 0;
     if (n < 1 || n > most || !o->h || o->more != Py_None) return PyObject_CallMethodObjArgs(self, slowly, NULL);
     PyObject *hold = PyObject_CallMethodObjArgs(o->holds, name_pop, NULL);
-    if (!hold) return NULL;
+    if (!hold) return NULL;                 /* without a GIL, another thread may be first: IndexError */
     shmc_owner *owner = PyLong_AsVoidPtr(PyTuple_GetItem(hold, 1));
     PyObject *out = NULL;
     int rc;
@@ -181,9 +181,11 @@ static PyObject *held_release(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyMethodDef held_methods[] = {
-    {"ref_count_down", held_count_down, METH_NOARGS, PyDoc_STR("Give back one reference of this object; StaleHandleError when it has none.")},
+    {"ref_count_down", held_count_down, METH_NOARGS, PyDoc_STR(
+        "ref_count_down($self, /)\n--\n\n"
+        "Give back one reference of this object; StaleHandleError when it has none.")},
     {"release", (PyCFunction)(void (*)(void))held_release, METH_VARARGS | METH_KEYWORDS, PyDoc_STR(
-        "release(after=None)\n--\n\n"
+        "release($self, after=None)\n--\n\n"
         "Give back all that this object still holds, pins too. Doing it again does nothing.\n\n"
         "Parameters\n----------\nafter\n"
         "    anything with `query()`, such as a `torch.cuda.Event`: the holds are kept until it is\n"
@@ -207,6 +209,7 @@ enum { CLASS, ATTACHMENT, NAMESPACE, LAYOUT, HOLD, OBJECT_ARGUMENTS };
 static held_object *object_new(PyObject *module, shmc *h, PyObject *const *of, PyObject *hold, part_object **part)
 {
     struct state *s = PyModule_GetState(module);
+    if (!hold) return NULL;
     if (!PyType_Check(of[CLASS]) || !PyType_IsSubtype((PyTypeObject *)of[CLASS], s->held)) {
         PyErr_SetString(PyExc_TypeError, "the class of an object is one below Held");
         return NULL;
