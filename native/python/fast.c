@@ -412,11 +412,11 @@ FUNCTION(put)
     struct state *s = PyModule_GetState(module);
     held_object *o = (held_object *)arg[5];
     if (!PyObject_TypeCheck(arg[5], s->held) || o->attachment != arg[6] || o->namespace != arg[7] || o->more != Py_None ||
-        !o->part || Py_TYPE(o->part) != s->part || !o->holds || PyList_Size(o->holds) != 1)
+        !o->part || Py_TYPE(o->part) != s->part || !o->holds || PyList_Size(o->holds) < 1)
         return PyLong_FromLong(UNUSUAL);
     shmc *h = address(arg[0]);
     uint32_t ns = u32(arg[1]), part = u32(arg[3]);
-    PyObject *hold = PySequence_GetItem(o->holds, 0);      /* kept: another thread may release the object meanwhile */
+    PyObject *hold = PySequence_GetItem(o->holds, 0);      /* the writer's; kept: another thread may release the object */
     shmc_owner *owner = hold ? owner_of(hold) : NULL;
     int rc = SHMC_E_STALE;
     if (!PyErr_Occurred()) {

@@ -88,7 +88,9 @@ def test_what_is_put_is_an_object_of_this_namespace(ns: Any) -> None:
         for wrong in (None, b"bytes", SimpleNamespace(_holds=[])):
             with pytest.raises(TypeError):
                 ns.put(b"k", wrong)
-        assert ns.put(b"k", mine)
+        mine.ref_count_up()
+        assert ns.put(b"k", mine) and mine.published
+        mine.ref_count_down()
         with pytest.raises(ValueError):
             ns.put(b"l", mine)
     with pytest.raises(shmcache.StaleHandleError):
