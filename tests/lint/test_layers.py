@@ -24,6 +24,7 @@ C_LAYERS = [
     {"chunks.h"},
     {"attach.h", "check.h"},
     {"api.h"},
+    {"objects.h"},
 ]
 C_RANK = {name: rank for rank, names in enumerate(C_LAYERS) for name in names}
 # without a header of their own
