@@ -12,7 +12,7 @@ from cffi import FFI
 
 HEADER = "native/include/shmcache.h"
 VERSION_FILE = "shmcache/_version.py"
-SOURCE_FOLDERS = ("native", "native/core", "native/os")
+SOURCE_FOLDERS = ("native", "native/core", "native/os", "native/python")
 
 
 def _read(path: str) -> str:

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from ._core import PARTS, SLICE_NS, ffi, lib
+from ._core import PARTS, SLICE_NS, address_of, fast, ffi, lib
 from ._meta import Layout
 from ._sizes import format_size
 
@@ -96,8 +96,8 @@ def take_memory(namespace: Calls, layout: Layout, n: int, evict: bool, timeout: 
             a.handle, namespace._index, layout.reserve, layout.c_blob, len(layout.blob), n, flags, owners, parts, ticket
         )
         if rc == 0:
-            make = namespace._make
-            return [make(a, namespace, [pair], parts + i, layout, parts) for i, pair in enumerate(pairs)]
+            made: list[MemoryObj] = fast.objects(a.at, address_of(parts), pairs, namespace._make, a, namespace, layout)
+            return made
         if rc >= 0:  # after an error some may be full: those go with their owners
             a.empty_holds(pairs)
         if rc == lib.SHMC_GROW:

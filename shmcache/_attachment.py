@@ -3,7 +3,8 @@
 A `SharedCache` has one at a time. It gets another in a forked child, or after others took this
 process for dead; objects keep the attachment they were made under, because their holds are its.
 
-    holds    owners without a hold, each with the one-element array that C wants: (owner, array)
+    holds    owners without a hold, each with its address: (owner, address)
+    at       the address of the handle
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any, Protocol
 from . import errors
 from ._arena import Committer, PrefaultState
 from ._checksum import checksum_of
-from ._core import NULL, OWNERS, ffi, lib, log, operation_name
+from ._core import NULL, OWNERS, address_of, ffi, lib, log, operation_name
 from ._defer import Deferred, EventLike
 from ._dtypes import TABLE, torch_dtype
 from .pinning import Pinner
 
-Hold = tuple[Any, Any]  # (shmc_owner, shmc_owner *[1])
+Hold = tuple[Any, int]  # (shmc_owner, its address)
 
-POOLED = 512  # of each kind, kept for the next call
+POOLED = 512  # kept for the next call; also in native/python/fast.c
 _start_lock = threading.Lock()
 
 
@@ -55,6 +56,7 @@ class Attachment:
         "_home",
         "_slot",
         "address",
+        "at",
         "base",
         "bases",
         "checksum",
@@ -67,6 +69,7 @@ class Attachment:
         "presence",
         "size",
         "ticket",
+        "ticket_at",
     )
 
     def __init__(self, home: Home, mapping: Any, handle: Any) -> None:
@@ -74,6 +77,7 @@ class Attachment:
         self.name = home.name
         self.mapping = mapping
         self.handle = handle
+        self.at = address_of(handle)
         self.base = mapping.base  # keeps the control segment mapped for as long as `handle`
         self.size = int(mapping.size)
         self.checksum = checksum_of(self.name, int(mapping.geometry.flags))  # None: the segment has none
@@ -84,6 +88,7 @@ class Attachment:
         self.address: int = mapping.arena.address
         self.holds: list[Hold] = []
         self.ticket = ffi.new("uint32_t *")  # of allocations that will not wait
+        self.ticket_at = address_of(self.ticket)
         self.bases: dict[int, Any] = {}
         self._committer: Committer | None = None
         self._deferred: Deferred | None = None
@@ -121,7 +126,7 @@ class Attachment:
             return self.holds.pop()
         except IndexError:
             owner = ffi.gc(lib.shmc_owner_new(self.handle, 1), lib.shmc_owner_free)
-            return owner, ffi.new(OWNERS, (owner,))
+            return owner, address_of(owner)
 
     def new_holds(self, n: int) -> tuple[list[Hold], Any]:
         """n of them, and one array of all."""

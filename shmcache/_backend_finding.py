@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from ._keys import pack
+from ._core import fast
+from ._keys import INT_TYPE, PackedKeys, pack
 from ._objects import TensorMemoryObj
 from ._placement import Placement, Route
 from ._requests import Found, RequestKeys
 from .metrics import Lifespans
 
-_SAME = tuple(map(operator.attrgetter, ("worker_id", "model_name", "world_size", "dtype", "tags")))
-_layer = operator.attrgetter("layer_id")
+_SAME = ("worker_id", "model_name", "world_size", "dtype", "tags")
 _hash = operator.attrgetter("chunk_hash")
+_NOTHING = pack(())
+_contains = fast.contains
+_unpin = fast.unpin
+_T = TypeVar("_T")
 
 
 class BackendFinding:
@@ -40,14 +44,19 @@ class BackendFinding:
 
     def _find_all(self, keys: Sequence[Any]) -> tuple[Route | None, int]:
         """The same when all keys agree in both, as those of one request of one rank (and layer) do."""
-        n = len(keys)
-        if not n or len(set(map(type, keys))) != 1:
-            return None, -1
-        first = keys[0]
-        for get in _SAME if not hasattr(first, "layer_id") else (*_SAME, _layer):
-            if list(map(get, keys)).count(get(first)) != n:
-                return None, -1
-        return self._find(first)
+        route, part, _ = self._find_packed(keys)
+        return route, part
+
+    def _find_packed(self, keys: Sequence[Any]) -> tuple[Route | None, int, PackedKeys]:
+        """The same, and their hashes joined."""
+        if type(keys) is not list:
+            keys = list(keys)
+        names = _SAME if not keys or not hasattr(keys[0], "layer_id") else (*_SAME, "layer_id")
+        joined = fast.alike(keys, names, "chunk_hash")
+        if joined is False:
+            return None, -1, _NOTHING
+        packed = pack(list(map(_hash, keys))) if joined is True else PackedKeys(joined, len(keys), 8, INT_TYPE)
+        return *self._find(keys[0]), packed
 
     def _which(self, part: int) -> int | None:
         """What has to be there: the part, or with rank agreement all parts."""
@@ -61,20 +70,33 @@ class BackendFinding:
 
     def contains(self, key: Any, pin: bool = False) -> bool:
         """Whether the key's part is stored. With `pin` it is pinned, and noted for `touch_cache`."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            route = self._placement.find(key)
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
             if route is None:
+                route = self._placement.find(key)
+                if route is None:
+                    return False
+            part = route.part(key) if route.layers else route.bases.get(key.worker_id, -1)
+            if part < 0:
                 return False
-        part = route.part(key)
-        if part < 0:
-            return False
-        if pin:
-            pinned = route.space.pin(key.chunk_hash, part=self._which(part))
-            if pinned:
-                self._requests.add(Found((key,), None))
-            return pinned
-        return route.contains(key.chunk_hash, -1 if self._agree else part)
+            if pin:
+                return self._pin_found(route, part, key)
+            if self._agree:
+                part = -1
+            rc: int = _contains(route.cache._attachment.at, route.index, key.chunk_hash, part)
+            return rc == 1 if rc >= 0 else route.space.contains(key.chunk_hash, part=None if part < 0 else part)
+        except Exception as e:
+            return self._instead("contains", e, False)
+
+    def _pin_found(self, route: Route, part: int, key: Any) -> bool:
+        pinned = route.space.pin(key.chunk_hash, part=self._which(part))
+        if pinned:
+            self._requests.add(Found((key,), None))
+        return pinned
+
+    def _instead(self, what: str, error: Exception, answer: _T) -> _T:
+        """What a call answers that failed with `error`; here it fails."""
+        raise error
 
     def batched_contains(self, keys: Sequence[Any], pin: bool = False) -> int:
         """How many leading keys are stored; with `pin`, exactly these are pinned, and noted for `touch_cache`."""
@@ -85,10 +107,9 @@ class BackendFinding:
         return self._leading(keys, pin, lookup_id)
 
     def _leading(self, keys: Sequence[Any], pin: bool, lookup_id: str | None) -> int:
-        route, part = self._find_all(keys)
+        route, part, packed = self._find_packed(keys)
         touch = None
         if route is not None:
-            packed = pack(list(map(_hash, keys)))
             n = route.space.leading(packed, part=self._which(part), pin=pin)
             touch = (route.space, packed if n == packed.n else packed[:n])
         else:
@@ -138,26 +159,28 @@ class BackendFinding:
 
     def get_blocking(self, key: Any) -> TensorMemoryObj | None:
         """The object, with a reference that is the caller's to give back; None when it is absent."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            route = self._placement.find(key)
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
             if route is None:
+                route = self._placement.find(key)
+                if route is None:
+                    return None
+            part = route.part(key) if route.layers else route.bases.get(key.worker_id, -1)
+            if part < 0:
                 return None
-        part = route.part(key)
-        if part < 0:
-            return None
-        chunk = key.chunk_hash
-        obj: Any = route.get(chunk, part)
-        if obj is not None:
-            obj._key = chunk
-        return obj  # type: ignore[no-any-return]
+            obj: Any = route.space.get(key.chunk_hash, part=part)
+            if obj is not None:
+                obj._key = key.chunk_hash
+            return obj  # type: ignore[no-any-return]
+        except Exception as e:
+            return self._instead("get_blocking", e, None)
 
     def batched_get_blocking(self, keys: Sequence[Any]) -> list[Any]:
         """`get_blocking` of each, in one call where the keys are of one rank; None where absent."""
-        route, part = self._find_all(keys)
+        route, part, packed = self._find_packed(keys)
         if route is None:
             return [self.get_blocking(key) for key in keys]
-        found: list[Any] = route.space.get_many(list(map(_hash, keys)), part=part)
+        found: list[Any] = route.space.get_many(packed, part=part)
         for key, obj in zip(keys, found, strict=True):
             if obj is not None:
                 obj._key = key.chunk_hash
@@ -188,17 +211,23 @@ class BackendFinding:
 
     def unpin(self, key: Any) -> bool:
         """Give back one pin of this process on the key; False when it has none. Others' pins stay."""
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:  # not met in this class of keys
-            route = self._placement.find(key)
-        return route is not None and route.space.unpin(key.chunk_hash)
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
+            if route is None:  # not met in this class of keys
+                route = self._placement.find(key)
+                if route is None:
+                    return False
+            rc: int = _unpin(route.cache._attachment.at, route.index, key.chunk_hash)
+            return rc == 1 if rc >= 0 else route.space.unpin(key.chunk_hash)
+        except Exception as e:
+            return self._instead("unpin", e, False)
 
     def batched_unpin(self, keys: Sequence[Any]) -> int:
         """`unpin` of each, in one call where the keys are of one rank; how many pins were given back."""
-        route, _ = self._find_all(keys)
+        route, _, packed = self._find_packed(keys)
         if route is None:
             return sum(map(self.unpin, keys))
-        return sum(route.space.unpin_many(list(map(_hash, keys))))
+        return sum(route.space.unpin_many(packed))
 
     def remove(self, key: Any, force: bool = True) -> bool:
         """Remove the chunk, all ranks' parts; False when it is absent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from . import _open, _sizing, errors
 from ._allocate import take_memory
@@ -27,6 +27,7 @@ _ALIGN = 4096
 _DEFAULT_SEGMENT = "lmcache"
 _MOST_LAYOUTS = 4096
 _log = logging.getLogger("shmcache")
+_T = TypeVar("_T")
 
 
 class BackendMemory:
@@ -49,6 +50,12 @@ class BackendMemory:
     _space: Namespace  # where objects are allocated
     _layouts: dict[Any, Layout]  # by what `allocate` was asked for
     _wait: float  # seconds of a busy loop
+    _keeps_positions: bool
+
+    if TYPE_CHECKING:
+
+        def _instead(self, what: str, error: Exception, answer: _T) -> _T:
+            """See `BackendFinding`."""
 
     # ---- the segment ---------------------------------------------------------------------------------
 
@@ -217,12 +224,14 @@ class BackendMemory:
             return self.memory_allocator.allocate(shapes, dtypes, fmt)
         try:
             obj: Any = self._space._allocate(layout, eviction, self._wait if eviction and busy_loop else 0.0)
+            if self._keeps_positions and obj is not None:
+                obj.forget_positions()
+            return obj
         except errors.CapacityError as e:
             _log.warning("%s", e)
             return None
-        if obj is not None and self.memory_allocator.keeps_positions:
-            obj.forget_positions()
-        return obj
+        except errors.ShmCacheError as e:
+            return self._instead("allocate", e, None)
 
     def batched_allocate(
         self, shapes: Any, dtypes: Any, batch_size: int, fmt: Any = None, eviction: bool = True,

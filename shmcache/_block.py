@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from ._attachment import Attachment, Hold
-from ._core import ffi, lib
+from ._core import Held, Part, ffi, lib
 from ._dtypes import UINT8, torch_dtype
 from ._formats import MemoryFormat, format_of
 from ._meta import Group, Layout, layout_from
@@ -47,16 +47,15 @@ class _Keeper:
         """The buffer is gone; `what` goes with this object."""
 
 
-class Block:
+class Block(Held):
     """Part of `MemoryObj`."""
 
-    __slots__ = ("__weakref__", "_attachment", "_holds", "_keep", "_layout", "_more", "_namespace", "_part")
+    __slots__ = ("__weakref__",)  # the fields below are those of Held
 
     _attachment: Attachment
     _namespace: Calls
     _holds: list[Hold]  # the first one is the writer's, until the block is published
-    _part: Any  # shmc_part: where it is
-    _keep: Any  # owns the memory of `_part`, when it is one of an array
+    _part: Any  # shmc_part, or a `Part`: where it is
     _layout: Layout | None
     _more: Any
 
@@ -74,7 +73,8 @@ class Block:
         layout = self._layout
         if layout is None:
             part = self._part
-            layout = self._layout = layout_from(bytes(ffi.buffer(part.meta)[0 : part.meta_len]), part.size)
+            meta = part.meta if type(part) is Part else bytes(part.meta)[: part.meta_len]
+            layout = self._layout = layout_from(meta, part.size)
         return layout
 
     def _view(self, group: Group) -> torch.Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._checksum import show_checksum
-from ._core import BYTES, ffi
-from ._keys import BYTES_TYPE, Key, PackedKeys, encode
+from ._core import BYTES, NO_KEY, ffi
+from ._keys import Key, PackedKeys, encode
 from ._meta import split
 from .errors import ChecksumError
 
@@ -60,7 +60,7 @@ class Calls:
             checksum = None if obj is None else obj._attachment.checksum
             if obj is None or checksum is None:
                 continue
-            stored = split(bytes(ffi.buffer(obj._part.meta)[0 : obj._part.meta_len]))[1]
+            stored = split(bytes(obj._part.meta)[: obj._part.meta_len])[1]
             actual = checksum.digest(obj._buffer(obj))
             if actual != stored:  # also when there is none: nothing vouches for these bytes
                 wrong.append((key, stored, actual))
@@ -76,18 +76,16 @@ class Calls:
             f"put is {show_checksum(stored)}, that of the bytes {show_checksum(actual)}{others}"
         )
 
-    def _one(self, what: str, call: Any, key: Key, args: tuple[Any, ...] = ()) -> bool:
-        """A call for one key that answers 0 or 1."""
-        if type(key) is bytes:
-            kind, raw = BYTES_TYPE, key
-        else:
-            kind, raw = encode(key)
+    def _one(self, what: str, call: Any, key: Key, *args: Any) -> bool:
+        """A call of `fast` for one key, which answers 0 or 1."""
         while True:
             a = self.cache._attachment
-            rc = call(a.handle, self._index, raw, len(raw), kind, *args)
+            rc = call(a.at, self._index, key, *args)
+            if rc == NO_KEY:
+                kind, raw = encode(key)
+                rc = call(a.at, self._index, raw, *args, kind)
             if rc >= 0:
                 return bool(rc)
-            encode(key)
             a.recover(rc, what)
 
     def _flags(self, what: str, call: Any, packed: PackedKeys, args: tuple[Any, ...] = ()) -> list[bool]:
@@ -100,5 +98,5 @@ class Calls:
             a = self.cache._attachment
             rc = call(a.handle, self._index, packed.c, *args, out)
             if rc >= 0:
-                return [byte == 1 for byte in bytes(ffi.buffer(out))]
+                return list(map(bool, bytes(ffi.buffer(out))))
             a.recover(rc, what)

@@ -7,14 +7,27 @@ refused here, at import, and not by a crash later.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import _shmcore
 from ._version import __version__
 
 ffi: Any = _shmcore.ffi
 lib: Any = _shmcore.lib
+
+
+def _load_fast() -> Any:
+    """The module of native/python/fast.c, from the shared object that the first one came from."""
+    spec = importlib.util.spec_from_file_location(f"{__package__}._shmfast", _shmcore.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fast: Any = _load_fast()
 
 NIL: Final = 0xFFFFFFFF
 NULL: Any = ffi.NULL
@@ -33,6 +46,19 @@ if _built != __version__:
 
 FINGERPRINT: Final[int] = lib.shmc_fingerprint()
 
+Part: Any = fast.Part  # a shmc_part, as `fast` makes them; the same fields
+if TYPE_CHECKING:
+
+    class Held:
+        """What objects are made of, so that `fast` can make them."""
+
+        def release(self, after: Any = None) -> None: ...
+        def ref_count_down(self) -> None: ...
+else:
+    Held = fast.Held
+NO_KEY: Final[int] = fast.NO_KEY
+UNUSUAL: Final[int] = fast.UNUSUAL
+
 PART = ffi.typeof("shmc_part *")
 PARTS = ffi.typeof("shmc_part[]")
 OWNERS = ffi.typeof("shmc_owner *[]")
@@ -40,6 +66,16 @@ KEYS = ffi.typeof("shmc_keys *")
 BYTES = ffi.typeof("uint8_t[]")
 U32 = ffi.typeof("uint32_t *")
 U64 = ffi.typeof("uint64_t *")
+
+
+def address_of(pointer: Any) -> int:
+    """What a pointer points to, as `fast` takes it. Whoever uses it keeps the pointer."""
+    return int(ffi.cast("uintptr_t", pointer))
+
+
+def part_pointer(part: Any) -> Any:
+    """A part, of either kind, as C takes it; whoever uses it keeps the part."""
+    return ffi.cast(PART, part.address) if type(part) is Part else part
 
 
 def operation_name(op: int) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
-from ._core import BYTES, PART, PARTS, U32, U64, ffi, lib
-from ._keys import BYTES_TYPE, Key, encode, pack
+from ._core import BYTES, NO_KEY, PARTS, U32, U64, address_of, fast, ffi, lib
+from ._keys import Key, pack
 from ._order import list_keys
 from .errors import LockTimeoutError, ShmCacheError
 from .lookup import Lookup
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _contains = lib.shmc_contains
 _get = lib.shmc_get
-_contains_one = lib.shmc_contains_one
-_get_one = lib.shmc_get_one
+_contains_one = fast.contains
+_get_one = fast.get
 _new = ffi.new
 
 
@@ -48,17 +48,9 @@ class Finding(Calls):
 
     def contains(self, key: Key, *, part: int | None = None) -> bool:
         """Whether the chunk is complete; with `part`, whether that part of it is published."""
-        a = self.cache._attachment
-        if type(key) is bytes:
-            kind, raw = BYTES_TYPE, key
-        else:
-            kind, raw = encode(key)
-        rc: int = _contains_one(a.handle, self._index, raw, len(raw), kind, -1 if part is None else self._part(part))
-        if rc < 0:
-            encode(key)
-            a.recover(rc, "contains")
-            return self.contains(key, part=part)
-        return rc == 1
+        which = -1 if part is None else self._part(part)
+        rc: int = _contains_one(self.cache._attachment.at, self._index, key, which)
+        return rc == 1 if rc >= 0 else self._one("contains", _contains_one, key, which)
 
     def contains_many(self, keys: Iterable[Key], *, part: int | None = None) -> list[bool]:
         """`contains` of each key, in one call."""
@@ -87,24 +79,20 @@ class Finding(Calls):
         if part:
             self._part(part)
         a = self.cache._attachment
-        if type(key) is bytes:
-            kind, raw = BYTES_TYPE, key
-        else:
-            kind, raw = encode(key)
         try:
             hold = a.holds.pop()
         except IndexError:
             hold = a.new_hold()
-        where = _new(PART)
-        rc = _get_one(a.handle, self._index, raw, len(raw), kind, part, hold[1], where)
-        if rc < 0:
-            encode(key)
-            a.recover(rc, "get")
-            return self.get(key, part=part)
-        if where.published:
-            return self._make(a, self, [hold], where)
-        a.holds.append(hold)
-        return None
+        found = _get_one(a.at, self._index, key, part, self._make, a, self, None, hold)
+        if type(found) is not int:
+            return found  # type: ignore[no-any-return]
+        if found >= 0:
+            a.holds.append(hold)
+            return None
+        if found == NO_KEY:
+            return self.get_many([key], part=part)[0]
+        a.recover(found, "get")
+        return self.get(key, part=part)
 
     def get_many(self, keys: Iterable[Key], *, part: int = 0, verify: bool = False) -> list[MemoryObj | None]:
         """`get` of each key in one call (one lock round per 64); None where absent."""
@@ -128,16 +116,8 @@ class Finding(Calls):
             if rc >= 0:
                 break
             a.recover(rc, "get_many")
-        found: list[MemoryObj | None] = []
-        unused = []
-        make = self._make
-        for i, pair in enumerate(pairs):
-            if parts[i].published:
-                found.append(make(a, self, [pair], parts + i, None, parts))
-            else:
-                found.append(None)
-                unused.append(pair)
-        a.empty_holds(unused)
+        found: list[MemoryObj | None] = fast.objects(a.at, address_of(parts), pairs, self._make, a, self, None)
+        a.empty_holds([pair for pair, obj in zip(pairs, found, strict=True) if obj is None])
         return found
 
     def lookup(
@@ -198,7 +178,7 @@ class Finding(Calls):
         attachment's own: nobody else can spend it.
         """
         which = -1 if part is None else self._part(part)
-        return self._one("pin", lib.shmc_pin_one, key, (which, self._lease))
+        return self._one("pin", fast.pin, key, which, self._lease)
 
     def pin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`pin` of each key, in one call."""
@@ -221,7 +201,7 @@ class Finding(Calls):
 
         False, and nothing changes, when this attachment has none.
         """
-        return self._one("unpin", lib.shmc_unpin_one, key)
+        return self._one("unpin", fast.unpin, key)
 
     def unpin_many(self, keys: Iterable[Key]) -> list[bool]:
         """`unpin` of each key, in one call."""
@@ -248,7 +228,7 @@ class Finding(Calls):
 
         Bytes live on while they are held.
         """
-        return self._one("remove", lib.shmc_remove_one, key)
+        return self._one("remove", fast.remove, key)
 
     def remove_many(self, keys: Iterable[Key]) -> list[bool]:
         """`remove` of each key, in one call."""

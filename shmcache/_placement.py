@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._core import PART, ffi, lib
-from ._keys import INT_TYPE, Key, pack_int
+from ._core import lib
+from ._keys import Key
 from .errors import ConfigurationError
 from .keys import CacheEngineKey, LayerCacheEngineKey, dtype_from_name, dtype_name
 
@@ -29,28 +28,24 @@ _SCHEMA = "lmcache/1"
 _TAG = "lmcache.tag."
 
 _MOST_ABSENT = 4096
-_contains_one = lib.shmc_contains_one
-_get_one = lib.shmc_get_one
-_new = ffi.new
-
 MakeKey = Callable[..., Any]
 
 
 class _Any0(dict[int, int]):
     """Every worker reads and writes part 0."""
 
-    def __missing__(self, _worker: int) -> int:
+    def get(self, _worker: int, _default: object = None) -> int:
         return 0
 
 
 class Route:
     """One namespace, and which of its parts a worker's key means."""
 
-    __slots__ = ("_cache", "_index", "bases", "facts", "layers", "space")
+    __slots__ = ("bases", "cache", "facts", "index", "layers", "space")
 
     def __init__(self, space: Namespace, facts: dict[str, Any]) -> None:
         self.space = space
-        self._cache, self._index = space.cache, space._index
+        self.cache, self.index = space.cache, space._index
         self.facts = facts
         self.layers: int = facts["layers"]  # 0: objects hold all layers
         step = self.layers or 1
@@ -59,40 +54,11 @@ class Route:
 
     def part(self, key: Any) -> int:
         """The part of a key; -1 when it is another host's, or a layer that the model does not have."""
-        try:
-            part = self.bases[key.worker_id]
-        except KeyError:
-            return -1
-        if not self.layers:
+        part = self.bases.get(key.worker_id, -1)
+        if part < 0 or not self.layers:
             return part
         layer: int = key.layer_id
         return part + layer if 0 <= layer < self.layers else -1
-
-    def contains(self, chunk: Any, part: int) -> bool:
-        """`Namespace.contains` for the usual key, an int of 64 bits; part -1: all parts."""
-        try:
-            raw = pack_int(chunk)
-        except struct.error:
-            return self.space.contains(chunk, part=None if part < 0 else part)
-        rc: int = _contains_one(self._cache._attachment.handle, self._index, raw, 8, INT_TYPE, part)
-        return rc == 1 if rc >= 0 else self.space.contains(chunk, part=None if part < 0 else part)
-
-    def get(self, chunk: Any, part: int) -> Any:
-        """`Namespace.get` for the usual key, as above."""
-        a = self._cache._attachment
-        try:
-            raw = pack_int(chunk)
-            hold = a.holds.pop()
-        except (struct.error, IndexError):
-            return self.space.get(chunk, part=part)
-        where = _new(PART)
-        rc = _get_one(a.handle, self._index, raw, 8, INT_TYPE, part, hold[1], where)
-        if where.published:
-            return self.space._make(a, self.space, [hold], where)
-        if rc < 0:
-            return self.space.get(chunk, part=part)
-        a.holds.append(hold)
-        return None
 
     def keys(self, chunks: Iterable[Key], parts: Iterable[int], make: Sequence[MakeKey]) -> list[Any]:
         """Keys of these parts of some chunks, chunk by chunk."""

@@ -9,16 +9,16 @@ from . import errors
 from ._allocate import take_memory
 from ._attachment import Attachment
 from ._calls import Calls
-from ._core import BYTES, NULL, OWNERS, PART, ffi, lib
+from ._core import BYTES, NO_KEY, NULL, OWNERS, UNUSUAL, fast, ffi, lib
 from ._defer import EventLike
-from ._keys import BYTES_TYPE, Key, PackedKeys, encode, pack
+from ._keys import Key, PackedKeys, pack
 from ._meta import Layout, layout_of, with_checksum
 from ._pending import PendingPut
 from .memory import MemoryObj
 
-_alloc = lib.shmc_alloc
+_alloc = fast.alloc
 _put = lib.shmc_put
-_put_one = lib.shmc_put_one
+_put_one = fast.put
 _new = ffi.new
 
 
@@ -76,18 +76,17 @@ class Storing(Calls):
             hold = a.holds.pop()
         except IndexError:
             hold = a.new_hold()
-        part = _new(PART)
-        blob = layout.blob
-        rc = _alloc(
-            a.handle, self._index, layout.reserve, blob, len(blob), 1, 0 if evict else 4, hold[1], part, a.ticket
-        )
-        if rc == 0:
-            return self._make(a, self, [hold], part, layout)
-        if rc == lib.SHMC_FULL and timeout == 0:
+        found = _alloc(
+            a.at, self._index, layout.reserve, layout.blob, 0 if evict else 4, a.ticket_at, self._make, a, self, layout,
+            hold,
+        )  # fmt: skip
+        if type(found) is not int:
+            return found  # type: ignore[no-any-return]
+        if found == lib.SHMC_FULL and timeout == 0:
             a.holds.append(hold)
             return None
-        found = take_memory(self, layout, 1, evict, timeout)
-        return found[0] if found else None
+        taken = take_memory(self, layout, 1, evict, timeout)
+        return taken[0] if taken else None
 
     def allocate_many(
         self, shape: Any, dtype: Any = None, n: int = 1, *, fmt: Any = None, evict: bool = True,
@@ -133,36 +132,12 @@ class Storing(Calls):
         if part:
             self._part(part)
         a = self.cache._attachment
-        if (
-            after is not None
-            or not isinstance(obj, MemoryObj)
-            or obj._namespace is not self
-            or obj._attachment is not a
-            or obj._more is not None
-        ):
-            return self._put_unusual(key, obj, part, parent, after)
-        try:
-            hold = obj._holds[0]
-        except IndexError:
-            self._check_puttable([obj])
-            raise
-        if type(key) is bytes:
-            kind, raw = BYTES_TYPE, key
-        else:
-            kind, raw = encode(key)
-        before = NULL if parent is None else pack([parent]).c
-        if a.checksum is not None:
-            self._add_checksums(a, [obj], [hold])
-        rc = _put_one(a.handle, self._index, raw, len(raw), kind, hold[1], part, before)
-        if rc < 0:
-            self._put_failed(a, rc, [obj], key)
-            return self.put(key, obj, part=part, parent=parent)
-        if rc == 1:
-            obj._part.published = 1
-            return True
-        return False
-
-    def _put_unusual(self, key: Key, obj: MemoryObj, part: int, parent: Key | None, after: EventLike | None) -> bool:
+        if after is None and a.checksum is None:
+            rc: int = _put_one(a.at, self._index, key, part, parent, obj, a, self)
+            if rc >= 0:
+                return rc == 1
+            if rc not in (NO_KEY, UNUSUAL):
+                self._put_failed(a, rc, [obj])
         return self.put_many([key], [obj], part=part, parent=parent, after=after)[0]
 
     def adopt(self, obj: MemoryObj) -> None:
@@ -286,10 +261,8 @@ class Storing(Calls):
             if obj._more is not None and obj._more.pending is not None:
                 raise ValueError("put: the object is already being put, after its event")
 
-    def _put_failed(self, a: Attachment, rc: int, objs: list[MemoryObj], key: Key | None = None) -> None:
+    def _put_failed(self, a: Attachment, rc: int, objs: list[MemoryObj]) -> None:
         """Raises, always unless another try makes sense."""
-        if key is not None:
-            encode(key)
         if rc == lib.SHMC_E_PUBLISHED:
             raise ValueError("put: the object was published before; bytes in the cache are never changed")
         if rc == lib.SHMC_E_FOREIGN:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from . import _sizing, errors
 from ._backend_finding import BackendFinding
 from ._backend_memory import BackendMemory
-from ._core import U64, ffi, lib
+from ._core import U64, fast, ffi, lib
 from ._objects import TensorMemoryObj
 from ._order import list_chunks
 from ._placement import Placement, Route
@@ -33,6 +33,7 @@ __all__ = ["SharedCPUBackend"]
 _log = logging.getLogger("shmcache")
 _WAIT, _LEASE = 10, 300  # seconds, where the config has none
 _ENDLESS = 1e9
+_put = fast.put
 _LIST_BATCH = 64  # holds taken at a time: others must find something to evict
 
 
@@ -205,39 +206,55 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
         StaleHandleError
             the object was released.
         """
-        route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
-        if route is None:
-            try:
-                route = self._placement.make_way(key)
-            except errors.OutOfSharedMemoryError as e:
-                _log.warning("not stored: %s", e)
-                return
-        part = route.part(key)
-        if part < 0:
-            raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
-        space = route.space
+        try:
+            route = self._routes.get((type(key), key.model_name, key.world_size, key.dtype, key.tags))
+            if route is None:
+                try:
+                    route = self._placement.make_way(key)
+                except errors.OutOfSharedMemoryError as e:
+                    _log.warning("not stored: %s", e)
+                    return
+            part = route.part(key) if route.layers else route.bases.get(key.worker_id, -1)
+            if part < 0:
+                raise ValueError(f"put: {key.to_string()} is of no rank of this host: ranks are {sorted(route.bases)}")
+            chunk = key.chunk_hash
+            a = route.cache._attachment
+            rc = -1
+            if a.checksum is None and not self._keeps_positions:
+                rc = _put(a.at, route.index, chunk, part, None, memory_obj, a, route.space)
+            if rc < 0:  # among others, for what was published before
+                stored = self._put_unusual(route.space, chunk, memory_obj, part)
+            else:
+                stored = rc == 1
+                if stored:
+                    memory_obj._key = chunk
+            if stored:
+                if self.lmcache_metrics:
+                    self.lifespans.met((chunk,))
+                if on_complete_callback is not None:
+                    self._call_back(on_complete_callback, key)
+        except Exception as e:
+            self._instead("submit_put_task", e, None)
+
+    def _put_unusual(self, space: Any, chunk: Any, memory_obj: Any, part: int) -> bool:
+        """What has to be looked at more closely, or copied first; whether it was newly stored."""
         ours = isinstance(memory_obj, TensorMemoryObj) and memory_obj._namespace is space and not memory_obj.published
         ours = ours and not memory_obj.is_narrowed
-        if not ours and space.contains(key.chunk_hash, part=part):
-            return
+        if not ours and space.contains(chunk, part=part):
+            return False
         obj = memory_obj if ours else self._adopted(memory_obj, space)
         if obj is None:
-            return
+            return False
         try:
             if self._keeps_positions:
                 obj.store_positions()
-            stored = space.put(key.chunk_hash, obj, part=part)
+            stored: bool = space.put(chunk, obj, part=part)
             if stored:
-                obj._key = key.chunk_hash
+                obj._key = chunk
         finally:
             if obj is not memory_obj:
                 obj.release()
-        if not stored:
-            return
-        if self.lmcache_metrics:
-            self.lifespans.met((key.chunk_hash,))
-        if on_complete_callback is not None:
-            self._call_back(on_complete_callback, key)
+        return stored
 
     @staticmethod
     def _call_back(callback: Callable[[Any], None], key: Any) -> None:

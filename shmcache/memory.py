@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from . import errors
-from ._attachment import POOLED, Attachment, Hold
+from ._attachment import Attachment, Hold
 from ._block import Block
-from ._core import ffi, lib
+from ._core import ffi, lib, part_pointer
 from ._defer import EventLike
 from ._dtypes import torch_dtype
 from ._formats import MemoryFormat, MemoryObjMetadata
@@ -71,55 +71,21 @@ class MemoryObj(Block):
     __slots__ = ()
 
     def __init__(
-        self, attachment: Attachment, namespace: Calls, holds: list[Hold], part: Any, layout: Layout | None = None,
-        keep: Any = None,
-    ) -> None:  # fmt: skip
+        self, attachment: Attachment, namespace: Calls, holds: list[Hold], part: Any, layout: Layout | None = None
+    ) -> None:
+        # `fast` makes most objects, and sets the same fields
         self._attachment = attachment
         self._namespace = namespace
         self._holds = holds
         self._part = part
         self._layout = layout
         self._more: _More | None = None
-        if keep is not None:
-            self._keep = keep
 
-    # ---- life -----------------------------------------------------------------------------------
+    # ---- life: release() and ref_count_down() are those of Held, what is unusual is done here ----
 
-    def release(self, after: EventLike | None = None) -> None:
-        """Give back all that this object still holds, pins too. Doing it again does nothing.
-
-        Parameters
-        ----------
-        after
-            anything with `query()`, such as a `torch.cuda.Event`: the holds are kept until it is
-            true. The object counts as released at once.
-
-        Raises
-        ------
-        StaleHandleError
-            in a forked child: the holds are the parent's.
-        LockTimeoutError
-            nothing changed; try again.
-        """
-        attachment = self._attachment
-        holds = self._holds
-        if self._more is None and after is None:
-            try:
-                hold = holds.pop()
-            except IndexError:
-                return
-            rc = lib.shmc_release(attachment.handle, hold[1], 1)
-            if rc < 0:
-                holds.append(hold)
-                self._not_released(rc)
-                return
-            if len(attachment.holds) < POOLED:
-                attachment.holds.append(hold)
-            if not holds:
-                return
-        self._release_all(after)
-
-    def _release_all(self, after: EventLike | None) -> None:
+    def _release(self, after: EventLike | None = None) -> None:
+        if not self._holds and self._more is None:
+            return
         attachment = self._attachment
         if attachment.closed:
             self._not_released(lib.SHMC_E_CLOSED)
@@ -175,7 +141,7 @@ class MemoryObj(Block):
         attachment = self._attachment
         while True:
             hold = attachment.new_hold()
-            rc = lib.shmc_dup(attachment.handle, self._part, hold[0], as_pin)
+            rc = lib.shmc_dup(attachment.handle, part_pointer(self._part), hold[0], as_pin)
             if rc == 0:
                 return hold
             if rc == lib.SHMC_FULL:
@@ -201,8 +167,7 @@ class MemoryObj(Block):
             raise self._table_full("ref_count_up")
         self._holds.append(hold)
 
-    def ref_count_down(self) -> None:
-        """Give back one reference of this object; StaleHandleError when it has none."""
+    def _count_down(self) -> None:
         attachment = self._attachment
         if attachment.closed:
             self._not_counted_down(lib.SHMC_E_CLOSED)
@@ -216,11 +181,8 @@ class MemoryObj(Block):
         pending = None if more is None else more.pending
         if pending is not None and not self._holds and attachment.is_own() and pending.keep([hold], None):
             return
-        rc = lib.shmc_release(attachment.handle, hold[1], 1)
-        if rc >= 0:
-            if len(attachment.holds) < POOLED:
-                attachment.holds.append(hold)
-        else:
+        rc = attachment.release([hold])
+        if rc < 0:
             self._holds.append(hold)
             self._not_counted_down(rc)
 
@@ -238,7 +200,7 @@ class MemoryObj(Block):
         cell = ffi.new("uint32_t[2]")
         attachment = self._attachment
         while True:
-            rc = lib.shmc_ref_count(attachment.handle, self._part, cell, cell + 1)
+            rc = lib.shmc_ref_count(attachment.handle, part_pointer(self._part), cell, cell + 1)
             if rc == 0:
                 return cell[0], cell[1]
             if rc == lib.SHMC_E_STALE and attachment.mine():

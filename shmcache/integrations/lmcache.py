@@ -57,7 +57,10 @@ _FEED_EVERY = 1.0  # seconds between two updates of LMCache's gauges
 
 _SOFT = (ShmCacheError, ValueError, TypeError)  # the last two: keys that cannot be stored, such as of endless tags
 
+_HAS_STREAMS = torch.version.cuda is not None or torch.version.hip is not None  # of this build of torch
+
 F = TypeVar("F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 class ShmMemoryObj(TensorMemoryObj):
@@ -68,7 +71,7 @@ class ShmMemoryObj(TensorMemoryObj):
     metadata_class = MemoryObjMetadata
     format_class = MemoryFormat
 
-    def ref_count_down(self) -> None:
+    def count_down_behind_copies(self) -> None:
         """One reference less, once the device has done what it was asked to do with the bytes.
 
         LMCache counts down when a copy is only queued: in one process the stream keeps the order, here
@@ -88,6 +91,9 @@ class ShmMemoryObj(TensorMemoryObj):
         except BaseException:
             self._holds.append(hold)
             raise
+
+    if _HAS_STREAMS:
+        ref_count_down = count_down_behind_copies
 
     def _no_reference(self) -> None:
         """Logged, as LMCache does, and nothing changes."""
@@ -128,9 +134,6 @@ class ShmMemoryObj(TensorMemoryObj):
             return super()._counts()
         except ShmCacheError:
             return 0, 0
-
-
-_HAS_STREAMS = torch.version.cuda is not None or torch.version.hip is not None  # of this build of torch
 
 
 def _pending_copies() -> Any:
@@ -224,47 +227,20 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
                 self.close()
             raise
 
-    # what an engine calls once for each chunk: the same as `_soft` makes, without its detour
+    def _instead(self, what: str, error: Exception, answer: _T) -> _T:
+        """What the calls of one chunk answer where the segment fails; for all others see `_soft`."""
+        if not isinstance(error, _SOFT):
+            raise error
+        _goes_on(what, error)
+        return answer
 
-    def contains(self, key: Any, pin: bool = False) -> bool:
-        """See `SharedCPUBackend`."""
-        try:
-            return SharedCPUBackend.contains(self, key, pin)
-        except _SOFT as e:
-            _goes_on("contains", e)
-            return False
+    def put_behind_copies(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
+        """See `submit_put_task`; the bytes are complete first."""
+        _finish_copies()
+        SharedCPUBackend.submit_put_task(self, key, memory_obj, on_complete_callback)
 
-    def get_blocking(self, key: Any) -> Any:
-        """See `SharedCPUBackend`."""
-        try:
-            return SharedCPUBackend.get_blocking(self, key)
-        except _SOFT as e:
-            _goes_on("get_blocking", e)
-            return None
-
-    def submit_put_task(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
-        """See `SharedCPUBackend`."""
-        try:
-            _finish_copies()
-            SharedCPUBackend.submit_put_task(self, key, memory_obj, on_complete_callback)
-        except _SOFT as e:
-            _goes_on("submit_put_task", e)
-
-    def unpin(self, key: Any) -> bool:
-        """See `SharedCPUBackend`."""
-        try:
-            return SharedCPUBackend.unpin(self, key)
-        except _SOFT as e:
-            _goes_on("unpin", e)
-            return False
-
-    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True) -> Any:
-        """See `SharedCPUBackend`."""
-        try:
-            return SharedCPUBackend.allocate(self, shapes, dtypes, fmt, eviction, busy_loop)
-        except ShmCacheError as e:
-            _goes_on("allocate", e)
-            return None
+    if _HAS_STREAMS:
+        submit_put_task = put_behind_copies
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: Sequence[Any], transfer_spec: Any = None

@@ -298,6 +298,9 @@ def test_copies_are_finished_before_a_put_and_before_a_release(
     backend = start(cls=plugin.ShmLocalCPUBackend)
     other = start()
     monkeypatch.setattr(plugin, "_HAS_STREAMS", True)
+    objects, backends = plugin.ShmMemoryObj, plugin.ShmLocalCPUBackend
+    monkeypatch.setattr(objects, "ref_count_down", objects.count_down_behind_copies)  # as with a torch that has streams
+    monkeypatch.setattr(backends, "submit_put_task", backends.put_behind_copies)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     put(backend, key(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def test_a_warning_is_an_error(tmp_path: Path, cc: str) -> None:
     source.write_text("int f(long x);\nint f(long x) { return x; }\n")
     with pytest.raises(RuntimeError, match=r"conversion|precision"):
         crash_build.compile_all(tmp_path, [source], (*crash_build.WARNINGS, "-fsyntax-only"), cc)
+
+
+@pytest.mark.parametrize("cc", ["gcc", "clang"])
+def test_no_warning_in_what_speaks_python(tmp_path: Path, cc: str) -> None:
+    if not shutil.which(cc):
+        pytest.skip(f"{cc} is not installed")
+    flags = ("-isystem", sysconfig.get_paths()["include"], f"-I{crash_build.NATIVE / 'include'}")
+    files = (crash_build.NATIVE / "python").glob("*.c")
+    crash_build.compile_all(tmp_path, files, crash_build.WARNINGS + flags, cc)

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cffi import FFI
 
 import shmcache
+from shmcache._core import ffi, lib
 
 ROOT = Path(__file__).parents[2]
 GRAN = 4096
@@ -96,9 +96,7 @@ def rows(
     packed = shmcache.pack(keys)
     key = keys[500]
     base = torch.empty(1 << 20, dtype=torch.uint8)
-    ffi = FFI()
-    ffi.cdef("int getpid(void);")
-    libc = ffi.dlopen(None)  # ABI mode: an upper bound of a bare call through cffi
+    handle = cache._attachment.handle
     count = 0
 
     def fresh() -> bytes:
@@ -158,7 +156,7 @@ def rows(
         return call
 
     def call() -> None:
-        libc.getpid()
+        lib.shmc_check(handle)  # into C and back, and no lock
 
     def strided() -> None:
         base.as_strided((64, 64), (64, 1), 4096)
@@ -178,13 +176,13 @@ def rows(
         obj.byte_array[:] = raw
         summed.put(b"large", obj)
     return [
-        Row("contains, one key", lambda: ns.contains(key), 2000, "a cffi call", call, 2000, None),
-        Row("get + release", lambda: ns.get(key).release(), 1000, "a cffi call", call, 2000, None),
+        Row("contains, one key", lambda: ns.contains(key), 2000, "a call into C", call, 2000, None),
+        Row("get + release", lambda: ns.get(key).release(), 1000, "a call into C", call, 2000, None),
         Row("get + tensor + release", view, 500, "as_strided", strided, 1000, None),
-        Row("allocate + release", lambda: ns.allocate(GRAN).release(), 1000, "a cffi call", call, 2000, None),
-        Row("allocate + put + release", put, 500, "a cffi call", call, 2000, None),
-        Row("the same, evicting", evicting, 300, "a cffi call", call, 2000, None),
-        Row("allocate_many of 32 + release", batch, 50, "a cffi call", call, 2000, None),
+        Row("allocate + release", lambda: ns.allocate(GRAN).release(), 1000, "a call into C", call, 2000, None),
+        Row("allocate + put + release", put, 500, "a call into C", call, 2000, None),
+        Row("the same, evicting", evicting, 300, "a call into C", call, 2000, None),
+        Row("allocate_many of 32 + release", batch, 50, "a call into C", call, 2000, None),
         Row("lookup of 1,000 keys, a list", lambda: ns.lookup(keys, touch=False), 20, "b''.join", joined, 100, None),
         Row("lookup of 1,000 keys, packed", lambda: ns.lookup(packed, touch=False), 20, "b''.join", joined, 100, None),
         Row("the same, pin + touch + release", pinned, 20, "b''.join", joined, 100, None),
@@ -238,8 +236,6 @@ def main() -> int:
         finally:
             for each in (cache, full, plain, summed):
                 each.unlink()
-    from shmcache._core import ffi, lib
-
     plan = ffi.new("shmc_geometry *", {"capacity": 64 << 30, "align": GRAN, "max_attachments": 64})
     lib.shmc_plan(plan)
     share = plan.control_bytes / plan.capacity
