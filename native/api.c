@@ -185,9 +185,11 @@ int shmc_note_pinning(shmc *h, uint32_t state, uint32_t regions)
 {
     int rc = enter(h, true);
     if (rc) return rc;
-    uint64_t *word = &h->core.slots[h->slot].pinning;
-    uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED), note = (uint64_t)h->slot_gen << 32 | (uint64_t)(state & 7) << 29 | (regions & 0x1fffffff);
-    while ((int32_t)(h->slot_gen - (uint32_t)(seen >> 32)) >= 0 && !__atomic_compare_exchange_n(word, &seen, note, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    uint32_t slot = PEEK(&h->slot), gen = h->slot_gen;
+    if (slot >= h->core.n_slots) { leave(h); return SHMC_E_STALE; }      /* given back by another thread meanwhile */
+    uint64_t *word = &h->core.slots[slot].pinning, seen = PEEK(word);
+    uint64_t note = (uint64_t)gen << 32 | (uint64_t)(state & 7) << 29 | (regions & 0x1fffffff);
+    while ((int32_t)(gen - (uint32_t)(seen >> 32)) >= 0 && !__atomic_compare_exchange_n(word, &seen, note, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     leave(h);
     return SHMC_OK;
 }

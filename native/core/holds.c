@@ -16,7 +16,7 @@ uint32_t hold_link(struct core *c, enum hold_kind kind, uint32_t target, uint32_
     tx16(c, &k->kind, (uint16_t)kind);
     tx32(c, &k->target, target);
     tx32(c, &k->deadline, 0);
-    k->taken = c->now;                   /* unlogged: read by people only, and of a free hold by nobody */
+    PUT(&k->taken, c->now);             /* unlogged: read by people only, and of a free hold by nobody */
     if (k->slot != c->me) tx16(c, &k->slot, (uint16_t)c->me);
     if (k->slot_gen != c->me_gen) tx32(c, &k->slot_gen, c->me_gen);
     target_list_push(c, target_head, i);
