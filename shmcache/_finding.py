@@ -49,7 +49,8 @@ class Finding(Calls):
     def contains(self, key: Key, *, part: int | None = None) -> bool:
         """Whether the chunk is complete; with `part`, whether that part of it is published."""
         which = -1 if part is None else self._part(part)
-        rc: int = _contains_one(self.cache._attachment.at, self._index, key, which)
+        a = self.cache._attachment  # kept: another thread may attach again meanwhile, and this one would go
+        rc: int = _contains_one(a.at, self._index, key, which)
         return rc == 1 if rc >= 0 else self._one("contains", _contains_one, key, which)
 
     def contains_many(self, keys: Iterable[Key], *, part: int | None = None) -> list[bool]:
