@@ -81,9 +81,14 @@ static int wants(const char *what, Py_ssize_t least, Py_ssize_t most, Py_ssize_t
 /* Numbers that do not fit are found by one look at the end: whoever gets a wrong one is not called. */
 static uint64_t unsigned_of(PyObject *o, uint64_t most)
 {
-    PyObject *i = PyNumber_Index(o);        /* as cffi: a number of numpy is one, too */
-    uint64_t v = i ? PyLong_AsUnsignedLongLong(i) : 0;
-    Py_XDECREF(i);
+    uint64_t v = 0;
+    if (PyLong_CheckExact(o)) {
+        v = PyLong_AsUnsignedLongLong(o);
+    } else {                                /* as cffi: a number of numpy is one, too */
+        PyObject *i = PyNumber_Index(o);
+        if (i) v = PyLong_AsUnsignedLongLong(i);
+        Py_XDECREF(i);
+    }
     if (v > most && !PyErr_Occurred()) PyErr_SetString(PyExc_OverflowError, "a number does not fit");
     return v;
 }
@@ -102,8 +107,10 @@ static void *address(PyObject *o) { return PyLong_AsVoidPtr(o); }
         int ok_ = name_of(arg[2], &k);                                            \
         if (ok_ < 0) return NULL;                                                 \
         if (!ok_) return PyLong_FromLong(NO_KEY);                                 \
-        if (given > (n)) k.type = u32(arg[n]);                                    \
-        if (PyErr_Occurred()) return NULL;                                        \
+        if (given > (n)) {                                                        \
+            k.type = u32(arg[n]);                                                 \
+            if (PyErr_Occurred()) return NULL;                                    \
+        }                                                                         \
     } while (0)
 #define CALL(rc, expression) do { if (PyErr_Occurred()) return NULL; Py_BEGIN_ALLOW_THREADS rc = (expression); Py_END_ALLOW_THREADS } while (0)
 
@@ -351,13 +358,7 @@ static int module_clear(PyObject *module)
     return 0;
 }
 
-/* Names go last: an object in the same cycle may still be released. */
-static void module_free(void *module)
-{
-    struct state *s = PyModule_GetState(module);
-    module_clear(module);
-    for (int i = 0; i < NAMES; i++) Py_CLEAR(s->name[i]);
-}
+static void module_free(void *module) { module_clear(module); }     /* no collection has to come first */
 
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, (void *)module_exec},

@@ -80,12 +80,22 @@ static void held_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-static const char *const names[NAMES] = {"holds", "pop", "_release", "_count_down", "_not_released", "_not_counted_down"};
+/* What is looked up by name: an attachment's pool of holds, a list's pop, methods of an object. Made once, by
+ * the first interpreter that loads the module: one that comes later may go earlier, and take its strings along. */
+static PyObject *name_holds, *name_pop, *name_release_slowly, *name_count_down_slowly, *name_not_released, *name_not_counted_down;
+
+static int names(void)
+{
+    if (name_not_counted_down) return 1;
+    return (name_holds = PyUnicode_InternFromString("holds")) && (name_pop = PyUnicode_InternFromString("pop")) &&
+           (name_release_slowly = PyUnicode_InternFromString("_release")) && (name_count_down_slowly = PyUnicode_InternFromString("_count_down")) &&
+           (name_not_released = PyUnicode_InternFromString("_not_released")) && (name_not_counted_down = PyUnicode_InternFromString("_not_counted_down"));
+}
 
 /* A hold without its reference is for the next call, as in Attachment.empty_holds. */
-static int pool(PyObject *attachment, PyObject *name, PyObject *hold)
+static int pool(PyObject *attachment, PyObject *hold)
 {
-    PyObject *list = PyObject_GetAttr(attachment, name);
+    PyObject *list = PyObject_GetAttr(attachment, name_holds);
     if (!list) return -1;
     Py_ssize_t n = PyList_Size(list);
     int rc = n < 0 ? -1 : n < POOLED ? PyList_Append(list, hold) : 0;
@@ -101,7 +111,7 @@ shmc_owner *owner_of(PyObject *hold)
 
 /* Give back what a hold holds, which is off the list of `self` and goes back there when that fails. The fields
  * of an object may change while the GIL is away: the caller keeps these. */
-static PyObject *give_back_one(const struct state *s, PyObject *self, PyObject *holds, PyObject *attachment, PyObject *hold, int failed)
+static PyObject *give_back_one(PyObject *self, PyObject *holds, PyObject *attachment, PyObject *hold, PyObject *failed)
 {
     shmc *h = ((held_object *)self)->h;
     shmc_owner *owner = owner_of(hold);
@@ -110,9 +120,9 @@ static PyObject *give_back_one(const struct state *s, PyObject *self, PyObject *
     Py_BEGIN_ALLOW_THREADS
     rc = shmc_release(h, &owner, 1);
     Py_END_ALLOW_THREADS
-    if (rc >= 0) return pool(attachment, s->name[HOLDS], hold) ? NULL : (Py_INCREF(Py_None), Py_None);
+    if (rc >= 0) return pool(attachment, hold) ? NULL : (Py_INCREF(Py_None), Py_None);
     PyObject *status = PyList_Append(holds, hold) ? NULL : PyLong_FromLong(rc);
-    PyObject *out = status ? PyObject_CallMethodObjArgs(self, s->name[failed], status, NULL) : NULL;
+    PyObject *out = status ? PyObject_CallMethodObjArgs(self, failed, status, NULL) : NULL;
     Py_XDECREF(status);
     return out;
 }
@@ -120,64 +130,56 @@ static PyObject *give_back_one(const struct state *s, PyObject *self, PyObject *
 /* Give back the last hold of an object that is like most; `failed` is its method that takes a status, `slowly`
  * the one for all others. From the moment the hold is off the list it is in `hold`, whose owner gives back
  * by itself what it still has. */
-static PyObject *give_back(PyTypeObject *type, PyObject *self, Py_ssize_t most, int failed, int slowly)
+static PyObject *give_back(PyObject *self, Py_ssize_t most, PyObject *failed, PyObject *slowly)
 {
-    const struct state *s = PyType_GetModuleState(type);
-    if (!s) return NULL;        /* the interpreter ends */
     held_object *o = (held_object *)self;
     Py_ssize_t n = o->holds && PyList_Check(o->holds) ? PyList_Size(o->holds) : 0;
-    if (n < 1 || n > most || !o->h || !o->attachment || o->more != Py_None) return PyObject_CallMethodObjArgs(self, s->name[slowly], NULL);
+    if (n < 1 || n > most || !o->h || !o->attachment || o->more != Py_None) return PyObject_CallMethodObjArgs(self, slowly, NULL);
     PyObject *holds = o->holds, *attachment = o->attachment, *out = NULL;
     Py_INCREF(holds);
     Py_INCREF(attachment);
-    PyObject *hold = PyObject_CallMethodObjArgs(holds, s->name[POP], NULL);
+    PyObject *hold = PyObject_CallMethodObjArgs(holds, name_pop, NULL);
     if (hold) {
-        out = give_back_one(s, self, holds, attachment, hold, failed);
+        out = give_back_one(self, holds, attachment, hold, failed);
         Py_DECREF(hold);
     } else if (PyErr_ExceptionMatches(PyExc_IndexError)) {      /* without a GIL, another thread may be first */
         PyErr_Clear();
-        out = PyObject_CallMethodObjArgs(self, s->name[slowly], NULL);
+        out = PyObject_CallMethodObjArgs(self, slowly, NULL);
     }
     Py_DECREF(attachment);
     Py_DECREF(holds);
     return out;
 }
 
-/* Both methods are given the class that defines them, which knows the module's state. */
-static PyObject *held_count_down(PyObject *self, PyTypeObject *type, PyObject *const *arg, Py_ssize_t given, PyObject *keywords)
+static PyObject *held_count_down(PyObject *self, PyObject *unused)
 {
-    (void)arg;
-    if (given || keywords) { PyErr_SetString(PyExc_TypeError, "ref_count_down() takes no arguments"); return NULL; }
-    return give_back(type, self, PY_SSIZE_T_MAX, NOT_COUNTED_DOWN, COUNT_DOWN_SLOWLY);
+    (void)unused;
+    return give_back(self, PY_SSIZE_T_MAX, name_not_counted_down, name_count_down_slowly);
 }
 
-static PyObject *held_release(PyObject *self, PyTypeObject *type, PyObject *const *arg, Py_ssize_t given, PyObject *keywords)
+static PyObject *held_release(PyObject *self, PyObject *const *arg, Py_ssize_t given, PyObject *keywords)
 {
     Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
     if (given + named > 1 || (named && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "after"))) {
         PyErr_SetString(PyExc_TypeError, "release() takes one argument, after");
         return NULL;
     }
-    if (given + named && arg[0] != Py_None) {
-        const struct state *s = PyType_GetModuleState(type);
-        return s ? PyObject_CallMethodObjArgs(self, s->name[RELEASE_SLOWLY], arg[0], NULL) : NULL;
-    }
-    return give_back(type, self, 1, NOT_RELEASED, RELEASE_SLOWLY);
+    if (given + named && arg[0] != Py_None) return PyObject_CallMethodObjArgs(self, name_release_slowly, arg[0], NULL);
+    return give_back(self, 1, name_not_released, name_release_slowly);
 }
 
-#define METHOD(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_METHOD | METH_FASTCALL | METH_KEYWORDS, PyDoc_STR(doc)}
 static PyMethodDef held_methods[] = {
-    METHOD("ref_count_down", held_count_down,
+    {"ref_count_down", held_count_down, METH_NOARGS, PyDoc_STR(
         "ref_count_down($self, /)\n--\n\n"
-        "Give back one reference of this object; StaleHandleError when it has none."),
-    METHOD("release", held_release,
+        "Give back one reference of this object; StaleHandleError when it has none.")},
+    {"release", (PyCFunction)(void (*)(void))held_release, METH_FASTCALL | METH_KEYWORDS, PyDoc_STR(
         "release($self, after=None)\n--\n\n"
         "Give back all that this object still holds, pins too. Doing it again does nothing.\n\n"
         "Parameters\n----------\nafter\n"
         "    anything with `query()`, such as a `torch.cuda.Event`: the holds are kept until it is\n"
         "    true. The object counts as released at once.\n\n"
         "Raises\n------\nStaleHandleError\n    in a forked child: the holds are the parent's.\n"
-        "LockTimeoutError\n    nothing changed; try again.\n"),
+        "LockTimeoutError\n    nothing changed; try again.\n")},
     {NULL, NULL, 0, NULL},
 };
 
@@ -207,7 +209,7 @@ held_object *object_new(PyObject *module, shmc *h, PyObject *const *of, PyObject
         return NULL;
     }
     PyList_SetItem(holds, 0, hold);
-    memset(&(*part)->part, 0, sizeof (*part)->part);        /* published: 0, until the call has found it */
+    (*part)->part.published = 0;      /* until the call has found it */
     o->h = h;
     o->part = (PyObject *)*part;
     o->holds = holds;
@@ -225,10 +227,9 @@ held_object *object_new(PyObject *module, shmc *h, PyObject *const *of, PyObject
 int objects_ready(PyObject *module)
 {
     struct state *s = PyModule_GetState(module);
-    for (int i = 0; i < NAMES; i++)
-        if (!(s->name[i] = PyUnicode_InternFromString(names[i]))) return -1;
+    if (!names()) return -1;
     s->part = (PyTypeObject *)PyType_FromSpec(&part_spec);
     if (!s->part || PyModule_AddObjectRef(module, "Part", (PyObject *)s->part)) return -1;
-    s->held = (PyTypeObject *)PyType_FromModuleAndSpec(module, &held_spec, NULL);
+    s->held = (PyTypeObject *)PyType_FromSpec(&held_spec);
     return !s->held || PyModule_AddObjectRef(module, "Held", (PyObject *)s->held) ? -1 : 0;
 }

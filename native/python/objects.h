@@ -12,11 +12,7 @@
 #include <Python.h>
 #include "shmcache.h"
 
-/* what give_back looks up by name: an attachment's pool of holds, a list's pop, methods of an object */
-enum { HOLDS, POP, RELEASE_SLOWLY, COUNT_DOWN_SLOWLY, NOT_RELEASED, NOT_COUNTED_DOWN, NAMES };
-
-/* of the module; a str too belongs to one interpreter */
-struct state { PyTypeObject *part, *held; PyObject *name[NAMES]; };
+struct state { PyTypeObject *part, *held; };      /* of the module */
 
 typedef struct { PyObject_HEAD shmc_part part; } part_object;
 

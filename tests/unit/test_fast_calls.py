@@ -349,6 +349,7 @@ def test_the_module_can_be_loaded_again_and_goes(ns: Any) -> None:
     ns.get(b"k").release()
     assert ns.cache.stats().counts.holds == 0
 
+
 _ELSEWHERE = f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("shmcache._shmfast", {_shmcore.__file__!r})
