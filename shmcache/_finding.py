@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
 from ._core import BYTES, NO_KEY, PARTS, U32, U64, address_of, fast, ffi, lib
-from ._keys import Key, pack
+from ._keys import Key, encode, pack
 from ._order import list_keys
 from .errors import LockTimeoutError, ShmCacheError
 from .lookup import Lookup
@@ -85,13 +85,14 @@ class Finding(Calls):
         except IndexError:
             hold = a.new_hold()
         found = _get_one(a.at, self._index, key, part, self._make, a, self, None, hold)
+        if type(found) is int and found == NO_KEY:
+            kind, raw = encode(key)
+            found = _get_one(a.at, self._index, raw, part, self._make, a, self, None, hold, kind)
         if type(found) is not int:
             return found  # type: ignore[no-any-return]
         if found >= 0:
             a.holds.append(hold)
             return None
-        if found == NO_KEY:
-            return self.get_many([key], part=part)[0]
         a.recover(found, "get")
         return self.get(key, part=part)
 

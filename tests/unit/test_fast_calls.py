@@ -87,6 +87,17 @@ def test_keys_of_other_types_are_taken_or_refused_alike(ns: Any) -> None:
     assert ns.cache.stats().counts.holds == 0
 
 
+@pytest.mark.parametrize("key", [b"k", 2**64, bytearray(b"k")], ids=repr)
+def test_an_error_names_the_call_whatever_the_key(ns: Any, key: Any) -> None:
+    obj = ns.allocate(4096)
+    ns.cache.close()
+    for what in ("contains", "get", "pin", "unpin", "remove"):
+        with pytest.raises(shmcache.SegmentClosedError, match=f"^{what}: "):
+            getattr(ns, what)(key)
+    with pytest.raises(shmcache.SegmentClosedError, match="^put: "):
+        ns.put(key, obj)
+
+
 def test_what_is_put_is_an_object_of_this_namespace(ns: Any) -> None:
     other = ns.cache.namespace("other")
     with other.allocate(4096) as obj, ns.allocate(4096) as mine:
