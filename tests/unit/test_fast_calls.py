@@ -94,7 +94,7 @@ def test_an_error_names_the_call_whatever_the_key(ns: Any, key: Any) -> None:
     for what in ("contains", "get", "pin", "unpin", "remove"):
         with pytest.raises(shmcache.SegmentClosedError, match=f"^{what}: "):
             getattr(ns, what)(key)
-    with pytest.raises(shmcache.SegmentClosedError, match="^put: "):
+    with pytest.raises(shmcache.SegmentClosedError, match=r"^put: "):
         ns.put(key, obj)
 
 
