@@ -12,6 +12,7 @@
  *   pin(handle, namespace, key, part, lease_ns), unpin(...), remove(handle, namespace, key)
  *   objects(handle, parts, holds, *object)                              a list of objects
  *   alike(items, names, key_name)                                       False, True, or keys joined
+ *   untracked(object)                                                   the object, unknown to the collector
  *
  * An object is of a class below Held, made here without its __init__, of (class, attachment, namespace,
  * layout or None, hold), where a hold is a pair (whatever keeps an owner, its address). To put takes (object,
@@ -327,13 +328,23 @@ out:
     return out;
 }
 
+FUNCTION(untracked)
+{
+    (void)module;
+    WANTS("untracked", 1);
+    if (!PyType_HasFeature(Py_TYPE(arg[0]), Py_TPFLAGS_HAVE_GC)) { PyErr_SetString(PyExc_TypeError, "an object that the collector tracks"); return NULL; }
+    PyObject_GC_UnTrack(arg[0]);
+    Py_INCREF(arg[0]);
+    return arg[0];
+}
+
 /* ---- the module ---------------------------------------------------------------------------------- */
 
 #define METHOD(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD("contains", contains), METHOD("get", get), METHOD("alloc", alloc), METHOD("put", put), METHOD("pin", pin),
     METHOD("unpin", unpin), METHOD("remove", drop), METHOD("objects", objects),
-    METHOD("alike", alike), {NULL, NULL, 0, NULL},
+    METHOD("alike", alike), METHOD("untracked", untracked), {NULL, NULL, 0, NULL},
 };
 
 static int module_exec(PyObject *module)

@@ -152,6 +152,51 @@ def test_an_object_gives_back_what_it_holds_however_it_ends(ns: Any) -> None:
         obj.release(before=None)
 
 
+def test_what_is_freed_by_c_is_freed_last(ns: Any) -> None:
+    """In garbage with cycles the collector finalizes first, then `__del__` runs: it called with freed addresses."""
+
+    class User:
+        def __init__(self, *used: Any) -> None:
+            self.used = used
+            self.me = self
+
+        def __del__(self) -> None:
+            for obj in self.used:
+                obj.release()
+                done.append(obj.is_valid())
+            done.append(lookup.get(0) is not None)
+
+    put(ns, b"k")
+    done: list[bool] = []
+    lookup = ns.lookup([b"k"], pin=True)
+    a, obj = ns.cache._attachment, ns.get(b"k")
+    for freed in (a.handle, obj._holds[0][0], lookup._owner):
+        assert not gc.is_tracked(freed)
+    del freed
+    User(obj, ns.get(b"k"))
+    del obj
+    gc.collect()
+    assert done == [False, False, True] and ns.cache.stats().counts.holds == 1
+    lookup.release()
+    with pytest.raises(TypeError):
+        fast.untracked(1)
+
+
+def test_a_handle_keeps_what_it_is_mapped_to(ns: Any) -> None:
+    """One that was replaced detaches when it is dropped; by then the collector may have cleared all else."""
+    put(ns, b"k")
+    cache = ns.cache
+    obj, old = ns.get(b"k"), cache._attachment
+    handle = old.handle
+    cache._reattach(old)
+    cache.close()
+    old.mapping = old.base = None
+    obj._holds.clear()
+    del obj, old
+    gc.collect()
+    del handle
+
+
 def test_calls_keep_no_references(ns: Any) -> None:
     put(ns, b"k")
     held = ns.allocate(4096)
