@@ -182,6 +182,32 @@ def test_what_is_freed_by_c_is_freed_last(ns: Any) -> None:
         fast.untracked(1)
 
 
+def test_a_view_keeps_its_object_for_whoever_reads_it_last() -> None:
+    """A `__del__`, in garbage with cycles: the memory was unmapped under it."""
+
+    class User:
+        def __init__(self, view: memoryview) -> None:
+            self.view = view
+            self.me = self
+
+        def __del__(self) -> None:
+            read.append((bytes(self.view[:4]), cache.closed or cache.stats().counts.holds))
+
+    read: list[Any] = []
+    name = f"fast-{id(read):x}"
+    with shmcache.create(name, "1MiB", prefault="lazy") as cache:
+        for _ in range(2):
+            obj = cache.allocate(4096)
+            obj.byte_array[:4] = b"abcd"
+            User(obj.byte_array)
+            del obj
+            if not read:
+                gc.collect()
+        cache.unlink(force=True)
+    gc.collect()
+    assert read == [(b"abcd", 1), (b"abcd", True)]
+
+
 def test_a_handle_keeps_what_it_is_mapped_to(ns: Any) -> None:
     """One that was replaced detaches when it is dropped; by then the collector may have cleared all else."""
     put(ns, b"k")
