@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from . import errors
 from ._arena import Committer, PrefaultState
 from ._checksum import checksum_of
-from ._core import NULL, OWNERS, address_of, ffi, lib, log, operation_name
+from ._core import NULL, OWNERS, address_of, ffi, lib, log, operation_name, owned
 from ._defer import Deferred, EventLike
 from ._dtypes import TABLE, torch_dtype
 from .pinning import Pinner
@@ -78,7 +78,7 @@ class Attachment:
         self.mapping = mapping
         self.handle = handle
         self.at = address_of(handle)
-        self.base = mapping.base  # keeps the control segment mapped for as long as `handle`
+        self.base = mapping.base
         self.size = int(mapping.size)
         self.checksum = checksum_of(self.name, int(mapping.geometry.flags))  # None: the segment has none
         self.presence: Any = None
@@ -99,7 +99,7 @@ class Attachment:
         raw = lib.shmc_new(mapping.base, mapping.size, int(lock_timeout * 1e9))
         if raw == NULL:
             raise errors.SegmentCorruptError(f"segment {home.name!r}: its header is not valid")
-        new = cls(home, mapping, ffi.gc(raw, lib.shmc_drop))
+        new = cls(home, mapping, owned(raw, lib.shmc_drop, mapping.base))
         name = (label or "").encode()[: lib.SHMC_LABEL_MAX - 1]
         number = -1 if rank is None else rank
         rc = lib.shmc_attach(new.handle, number, name)
@@ -125,7 +125,7 @@ class Attachment:
         try:
             return self.holds.pop()
         except IndexError:
-            owner = ffi.gc(lib.shmc_owner_new(self.handle, 1), lib.shmc_owner_free)
+            owner = owned(lib.shmc_owner_new(self.handle, 1), lib.shmc_owner_free)
             return owner, address_of(owner)
 
     def new_holds(self, n: int) -> tuple[list[Hold], Any]:

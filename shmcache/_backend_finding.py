@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ._core import fast
 from ._keys import INT_TYPE, PackedKeys, pack
@@ -18,7 +18,6 @@ _hash = operator.attrgetter("chunk_hash")
 _NOTHING = pack(())
 _contains = fast.contains
 _unpin = fast.unpin
-_T = TypeVar("_T")
 
 
 class BackendFinding:
@@ -83,10 +82,13 @@ class BackendFinding:
                 return self._pin_found(route, part, key)
             if self._agree:
                 part = -1
-            rc: int = _contains(route.cache._attachment.at, route.index, key.chunk_hash, part)
+            a = route.cache._attachment  # kept through the call
+            rc: int = _contains(a.at, route.index, key.chunk_hash, part)
             return rc == 1 if rc >= 0 else route.space.contains(key.chunk_hash, part=None if part < 0 else part)
         except Exception as e:
-            return self._instead("contains", e, False)
+            if self._goes_on("contains", e):
+                return False
+            raise
 
     def _pin_found(self, route: Route, part: int, key: Any) -> bool:
         pinned = route.space.pin(key.chunk_hash, part=self._which(part))
@@ -94,9 +96,9 @@ class BackendFinding:
             self._requests.add(Found((key,), None))
         return pinned
 
-    def _instead(self, what: str, error: Exception, answer: _T) -> _T:
-        """What a call answers that failed with `error`; here it fails."""
-        raise error
+    def _goes_on(self, what: str, error: Exception) -> bool:
+        """Whether a call that failed answers as an empty cache would; here its caller is told."""
+        return False
 
     def batched_contains(self, keys: Sequence[Any], pin: bool = False) -> int:
         """How many leading keys are stored; with `pin`, exactly these are pinned, and noted for `touch_cache`."""
@@ -173,7 +175,9 @@ class BackendFinding:
                 obj._key = key.chunk_hash
             return obj  # type: ignore[no-any-return]
         except Exception as e:
-            return self._instead("get_blocking", e, None)
+            if self._goes_on("get_blocking", e):
+                return None
+            raise
 
     def batched_get_blocking(self, keys: Sequence[Any]) -> list[Any]:
         """`get_blocking` of each, in one call where the keys are of one rank; None where absent."""
@@ -217,10 +221,13 @@ class BackendFinding:
                 route = self._placement.find(key)
                 if route is None:
                     return False
-            rc: int = _unpin(route.cache._attachment.at, route.index, key.chunk_hash)
+            a = route.cache._attachment  # kept through the call
+            rc: int = _unpin(a.at, route.index, key.chunk_hash)
             return rc == 1 if rc >= 0 else route.space.unpin(key.chunk_hash)
         except Exception as e:
-            return self._instead("unpin", e, False)
+            if self._goes_on("unpin", e):
+                return False
+            raise
 
     def batched_unpin(self, keys: Sequence[Any]) -> int:
         """`unpin` of each, in one call where the keys are of one rank; how many pins were given back."""

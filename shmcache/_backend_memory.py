@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from . import _open, _sizing, errors
 from ._allocate import take_memory
@@ -27,7 +27,6 @@ _ALIGN = 4096
 _DEFAULT_SEGMENT = "lmcache"
 _MOST_LAYOUTS = 4096
 _log = logging.getLogger("shmcache")
-_T = TypeVar("_T")
 
 
 class BackendMemory:
@@ -54,7 +53,7 @@ class BackendMemory:
 
     if TYPE_CHECKING:
 
-        def _instead(self, what: str, error: Exception, answer: _T) -> _T:
+        def _goes_on(self, what: str, error: Exception) -> bool:
             """See `BackendFinding`."""
 
     # ---- the segment ---------------------------------------------------------------------------------
@@ -231,7 +230,9 @@ class BackendMemory:
             _log.warning("%s", e)
             return None
         except errors.ShmCacheError as e:
-            return self._instead("allocate", e, None)
+            if self._goes_on("allocate", e):
+                return None
+            raise
 
     def batched_allocate(
         self, shapes: Any, dtypes: Any, batch_size: int, fmt: Any = None, eviction: bool = True,

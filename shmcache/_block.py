@@ -9,11 +9,12 @@ protected: the block may be used again.
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 from . import errors
 from ._attachment import Attachment, Hold
-from ._core import Held, Part, ffi, lib
+from ._core import Held, Part, lib
 from ._dtypes import UINT8, torch_dtype
 from ._formats import MemoryFormat, format_of
 from ._meta import Group, Layout, layout_from
@@ -33,18 +34,6 @@ def _first_base(attachment: Attachment, code: int) -> Any:
 
     _as_strided = torch.as_strided
     return attachment.base_tensor(code)
-
-
-class _Keeper:
-    """Lives as long as a buffer does, and keeps `what` alive."""
-
-    __slots__ = ("what",)
-
-    def __init__(self, what: object) -> None:
-        self.what = what
-
-    def __call__(self, _pointer: Any) -> None:
-        """The buffer is gone; `what` goes with this object."""
 
 
 class Block(Held):
@@ -128,8 +117,11 @@ class Block(Held):
     def _buffer(self, keep: object) -> Any:
         """The bytes as a buffer that keeps `keep` alive, however it is passed on."""
         attachment = self._attachment
-        pointer = ffi.cast("uint8_t *", attachment.address + self._part.offset)
-        return ffi.buffer(ffi.gc(pointer, _Keeper((keep, attachment.arena()))), self._look().nbytes)
+        arena = attachment.arena()
+        # not by ffi.gc: of garbage with cycles the collector would let go of `keep` before a `__del__` that reads
+        buffer: Any = (ctypes.c_uint8 * self._look().nbytes).from_address(attachment.address + self._part.offset)
+        buffer.keep = keep, arena
+        return buffer
 
     @property
     def byte_array(self) -> memoryview:
@@ -138,7 +130,7 @@ class Block(Held):
         A view taken before the put stays writable: do not write through it any more.
         """
         self._need_valid("byte_array")
-        view = memoryview(self._buffer(self))
+        view = memoryview(self._buffer(self)).cast("B")
         return view.toreadonly() if self._part.published else view
 
     def _need_valid(self, what: str) -> None:

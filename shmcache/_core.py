@@ -7,6 +7,7 @@ refused here, at import, and not by a crash later.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from typing import TYPE_CHECKING, Any, Final
@@ -71,6 +72,19 @@ U64 = ffi.typeof("uint64_t *")
 def address_of(pointer: Any) -> int:
     """What a pointer points to, as `fast` takes it. Whoever uses it keeps the pointer."""
     return int(ffi.cast("uintptr_t", pointer))
+
+
+def owned(pointer: Any, free: Any, keep: Any = None) -> Any:
+    """`pointer`, freed with its last reference and not before; `keep` is kept until then.
+
+    What `ffi.gc` makes is freed early where it is part of garbage with cycles: the collector finalizes all of
+    that, in any order, and a `__del__` that comes later still uses it. So the collector is not shown it; it
+    refers to nothing that could be part of a cycle.
+    """
+    if keep is not None:
+        free = functools.partial(free)  # no frame of Python, in which an interrupt would get lost
+        free.keep = keep
+    return fast.untracked(ffi.gc(pointer, free))
 
 
 def part_pointer(part: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ._calls import Calls, lease_ns
 from ._core import BYTES, NO_KEY, PARTS, U32, U64, address_of, fast, ffi, lib
-from ._keys import Key, pack
+from ._keys import Key, encode, pack
 from ._order import list_keys
 from .errors import LockTimeoutError, ShmCacheError
 from .lookup import Lookup
@@ -49,7 +49,8 @@ class Finding(Calls):
     def contains(self, key: Key, *, part: int | None = None) -> bool:
         """Whether the chunk is complete; with `part`, whether that part of it is published."""
         which = -1 if part is None else self._part(part)
-        rc: int = _contains_one(self.cache._attachment.at, self._index, key, which)
+        a = self.cache._attachment  # kept: another thread may attach again meanwhile, and this one would go
+        rc: int = _contains_one(a.at, self._index, key, which)
         return rc == 1 if rc >= 0 else self._one("contains", _contains_one, key, which)
 
     def contains_many(self, keys: Iterable[Key], *, part: int | None = None) -> list[bool]:
@@ -84,13 +85,14 @@ class Finding(Calls):
         except IndexError:
             hold = a.new_hold()
         found = _get_one(a.at, self._index, key, part, self._make, a, self, None, hold)
+        if type(found) is int and found == NO_KEY:
+            kind, raw = encode(key)
+            found = _get_one(a.at, self._index, raw, part, self._make, a, self, None, hold, kind)
         if type(found) is not int:
             return found  # type: ignore[no-any-return]
         if found >= 0:
             a.holds.append(hold)
             return None
-        if found == NO_KEY:
-            return self.get_many([key], part=part)[0]
         a.recover(found, "get")
         return self.get(key, part=part)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from . import _shmfs
 from ._control import Control, unmap
-from ._core import ffi, lib
+from ._core import ffi, lib, owned
 from ._names import path_of, region_name
 from ._numa import node_of
 from ._request import FLAG_NO_HUGEPAGES
@@ -165,7 +165,7 @@ class Arena:
             reader = lib.shmc_new(self._control.base, self._control.size, 0)
             if reader == ffi.NULL:
                 raise SegmentCorruptError(f"segment {self.name!r} cannot be read")
-            self._reader = ffi.gc(reader, lib.shmc_free)
+            self._reader = owned(reader, lib.shmc_free)
         if lib.shmc_region(self._reader, i, info):
             raise SegmentCorruptError(f"segment {self.name!r} has no region {i}")
 

@@ -238,7 +238,7 @@ class Storing(Calls):
 
     def _check_puttable(self, objs: Sequence[MemoryObj]) -> None:
         """ValueError or StaleHandleError for the first that cannot be put here."""
-        a = self.cache._attached()
+        a = self.cache._attached("put")
         if len(set(map(id, objs))) != len(objs):
             raise ValueError("put_many: the same object twice")
         for obj in objs:

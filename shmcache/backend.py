@@ -234,7 +234,8 @@ class SharedCPUBackend(BackendMemory, BackendFinding):
                 if on_complete_callback is not None:
                     self._call_back(on_complete_callback, key)
         except Exception as e:
-            self._instead("submit_put_task", e, None)
+            if not self._goes_on("submit_put_task", e):
+                raise
 
     def _put_unusual(self, space: Any, chunk: Any, memory_obj: Any, part: int) -> bool:
         """What has to be looked at more closely, or copied first; whether it was newly stored."""

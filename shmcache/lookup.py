@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from ._core import PART, U32, ffi, lib
+from ._core import PART, U32, ffi, lib, owned
 from ._keys import Key, PackedKeys
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Lookup:
                 namespace.cache._attached("lookup")
                 return
             # the owner of the pins exists before the call that takes them
-            self._owner = owner = ffi.gc(lib.shmc_owner_new(a.handle, packed.n), lib.shmc_owner_free)
+            self._owner = owner = owned(lib.shmc_owner_new(a.handle, packed.n), lib.shmc_owner_free)
             rc = lib.shmc_lookup(a.handle, namespace._index, packed.c, flags, lease_ns, owner, cell)
             if rc >= 0:
                 break

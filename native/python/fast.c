@@ -12,6 +12,7 @@
  *   pin(handle, namespace, key, part, lease_ns), unpin(...), remove(handle, namespace, key)
  *   objects(handle, parts, holds, *object)                              a list of objects
  *   alike(items, names, key_name)                                       False, True, or keys joined
+ *   untracked(object)                                                   the object, unknown to the collector
  *
  * An object is of a class below Held, made here without its __init__, of (class, attachment, namespace,
  * layout or None, hold), where a hold is a pair (whatever keeps an owner, its address). To put takes (object,
@@ -79,9 +80,27 @@ static int wants(const char *what, Py_ssize_t least, Py_ssize_t most, Py_ssize_t
 #define WANTS(what, n) do { if (!wants(what, n, n, given)) return NULL; } while (0)
 
 /* Numbers that do not fit are found by one look at the end: whoever gets a wrong one is not called. */
-static uint32_t u32(PyObject *o) { return (uint32_t)PyLong_AsUnsignedLong(o); }
-static int32_t i32(PyObject *o) { return (int32_t)PyLong_AsLong(o); }
-static uint64_t u64(PyObject *o) { return PyLong_AsUnsignedLongLong(o); }
+static uint64_t unsigned_of(PyObject *o, uint64_t most)
+{
+    uint64_t v = 0;
+    if (PyLong_CheckExact(o)) {
+        v = PyLong_AsUnsignedLongLong(o);
+    } else {                                /* as cffi: a number of numpy is one, too */
+        PyObject *i = PyNumber_Index(o);
+        if (i) v = PyLong_AsUnsignedLongLong(i);
+        Py_XDECREF(i);
+    }
+    if (v > most && !PyErr_Occurred()) PyErr_SetString(PyExc_OverflowError, "a number does not fit");
+    return v;
+}
+static uint32_t u32(PyObject *o) { return (uint32_t)unsigned_of(o, UINT32_MAX); }
+static uint64_t u64(PyObject *o) { return unsigned_of(o, UINT64_MAX); }
+static int32_t i32(PyObject *o)
+{
+    long v = PyLong_AsLong(o);
+    if (v != (int32_t)v && !PyErr_Occurred()) PyErr_SetString(PyExc_OverflowError, "a number does not fit");
+    return (int32_t)v;
+}
 static void *address(PyObject *o) { return PyLong_AsVoidPtr(o); }
 /* KEY -- the number of arguments, and the key, which is the third, into `k` */
 #define KEY(what, n) struct name k; do {                                          \
@@ -89,7 +108,10 @@ static void *address(PyObject *o) { return PyLong_AsVoidPtr(o); }
         int ok_ = name_of(arg[2], &k);                                            \
         if (ok_ < 0) return NULL;                                                 \
         if (!ok_) return PyLong_FromLong(NO_KEY);                                 \
-        if (given > (n)) k.type = u32(arg[n]);                                    \
+        if (given > (n)) {                                                        \
+            k.type = u32(arg[n]);                                                 \
+            if (PyErr_Occurred()) return NULL;                                    \
+        }                                                                         \
     } while (0)
 #define CALL(rc, expression) do { if (PyErr_Occurred()) return NULL; Py_BEGIN_ALLOW_THREADS rc = (expression); Py_END_ALLOW_THREADS } while (0)
 
@@ -130,7 +152,9 @@ FUNCTION(get)
     held_object *o = object_new(module, h, arg + OBJECT, arg[OBJECT + HOLD], &p);
     if (!o) return NULL;
     CALL(rc, shmc_get_one(h, ns, k.data, k.len, k.type, part, &owner, &p->part));
-    return object_or(o, p->part.published != 0, rc);   /* PENDING, for instance, beside a writer */
+    /* not found: PENDING, for instance, beside a writer. An error may come after it was found: in a damaged
+     * segment, where it lies is outside the arena then. */
+    return object_or(o, rc >= 0 && p->part.published, rc);
 }
 
 FUNCTION(alloc)
@@ -197,22 +221,25 @@ FUNCTION(put)
     }
     struct state *s = PyModule_GetState(module);
     held_object *o = (held_object *)arg[5];
-    if (!PyObject_TypeCheck(arg[5], s->held) || o->attachment != arg[6] || o->namespace != arg[7] || o->more != Py_None ||
-        !o->part || Py_TYPE(o->part) != s->part || !o->holds || PyList_Size(o->holds) < 1)
-        return PyLong_FromLong(UNUSUAL);
     shmc *h = address(arg[0]);
     uint32_t ns = u32(arg[1]), part = u32(arg[3]);
-    PyObject *hold = PySequence_GetItem(o->holds, 0);      /* the writer's; kept: another thread may release the object */
-    shmc_owner *owner = hold ? owner_of(hold) : NULL;
-    int rc = SHMC_E_STALE;
-    if (!PyErr_Occurred()) {
-        Py_BEGIN_ALLOW_THREADS
-        rc = shmc_put_one(h, ns, k.data, k.len, k.type, &owner, part, beside);
-        Py_END_ALLOW_THREADS
-    }
-    Py_XDECREF(hold);
     if (PyErr_Occurred()) return NULL;
-    if (rc == 1) ((part_object *)o->part)->part.published = 1;
+    if (!PyObject_TypeCheck(arg[5], s->held) || o->attachment != arg[6] || o->namespace != arg[7] || o->more != Py_None ||
+        !o->part || Py_TYPE(o->part) != s->part || !o->holds || !PyList_Check(o->holds) || PyList_Size(o->holds) < 1)
+        return PyLong_FromLong(UNUSUAL);
+    /* The writer's. Both are kept: another thread may release the object, or change it. */
+    PyObject *hold = PySequence_GetItem(o->holds, 0);
+    shmc_owner *owner = hold ? owner_of(hold) : NULL;
+    if (PyErr_Occurred()) { Py_XDECREF(hold); return NULL; }
+    part_object *where = (part_object *)o->part;
+    Py_INCREF(where);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = shmc_put_one(h, ns, k.data, k.len, k.type, &owner, part, beside);
+    Py_END_ALLOW_THREADS
+    if (rc == 1) where->part.published = 1;
+    Py_DECREF(where);
+    Py_DECREF(hold);
     return PyLong_FromLong(rc);
 }
 
@@ -264,7 +291,8 @@ FUNCTION(alike)
     if (!n || names > 8) Py_RETURN_FALSE;
     uint8_t *at = NULL;
     PyObject *head = PySequence_GetItem(arg[0], 0);
-    int same = head != NULL;
+    if (!head) return NULL;
+    int same = 1;
     for (Py_ssize_t j = 0; same && j < names; j++)
         if (!(first[j] = PyObject_GetAttr(head, PyTuple_GetItem(arg[1], j)))) goto out;
     joined = PyBytes_FromStringAndSize(NULL, 8 * n);
@@ -300,13 +328,23 @@ out:
     return out;
 }
 
+FUNCTION(untracked)
+{
+    (void)module;
+    WANTS("untracked", 1);
+    if (!PyType_HasFeature(Py_TYPE(arg[0]), Py_TPFLAGS_HAVE_GC)) { PyErr_SetString(PyExc_TypeError, "an object that the collector tracks"); return NULL; }
+    PyObject_GC_UnTrack(arg[0]);
+    Py_INCREF(arg[0]);
+    return arg[0];
+}
+
 /* ---- the module ---------------------------------------------------------------------------------- */
 
 #define METHOD(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD("contains", contains), METHOD("get", get), METHOD("alloc", alloc), METHOD("put", put), METHOD("pin", pin),
     METHOD("unpin", unpin), METHOD("remove", drop), METHOD("objects", objects),
-    METHOD("alike", alike), {NULL, NULL, 0, NULL},
+    METHOD("alike", alike), METHOD("untracked", untracked), {NULL, NULL, 0, NULL},
 };
 
 static int module_exec(PyObject *module)
@@ -317,17 +355,21 @@ static int module_exec(PyObject *module)
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    Py_VISIT(((struct state *)PyModule_GetState(module))->part);
-    Py_VISIT(((struct state *)PyModule_GetState(module))->held);
+    struct state *s = PyModule_GetState(module);
+    Py_VISIT(s->part);
+    Py_VISIT(s->held);
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
-    Py_CLEAR(((struct state *)PyModule_GetState(module))->part);
-    Py_CLEAR(((struct state *)PyModule_GetState(module))->held);
+    struct state *s = PyModule_GetState(module);
+    Py_CLEAR(s->part);
+    Py_CLEAR(s->held);
     return 0;
 }
+
+static void module_free(void *module) { module_clear(module); }     /* no collection has to come first */
 
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, (void *)module_exec},
@@ -338,7 +380,7 @@ static PyModuleDef_Slot module_slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "shmcache._shmfast", NULL, sizeof(struct state), methods, module_slots, module_traverse, module_clear, NULL,
+    PyModuleDef_HEAD_INIT, "shmcache._shmfast", NULL, sizeof(struct state), methods, module_slots, module_traverse, module_clear, module_free,
 };
 
 PyMODINIT_FUNC PyInit__shmfast(void) { return PyModuleDef_Init(&definition); }

@@ -80,11 +80,13 @@ static void held_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Attributes of an attachment and methods of an object and a list: interned, immutable, for all interpreters. */
+/* What is looked up by name: an attachment's pool of holds, a list's pop, methods of an object. Made once, by
+ * the first interpreter that loads the module: one that comes later may go earlier, and take its strings along. */
 static PyObject *name_holds, *name_pop, *name_release_slowly, *name_count_down_slowly, *name_not_released, *name_not_counted_down;
 
 static int names(void)
 {
+    if (name_not_counted_down) return 1;
     return (name_holds = PyUnicode_InternFromString("holds")) && (name_pop = PyUnicode_InternFromString("pop")) &&
            (name_release_slowly = PyUnicode_InternFromString("_release")) && (name_count_down_slowly = PyUnicode_InternFromString("_count_down")) &&
            (name_not_released = PyUnicode_InternFromString("_not_released")) && (name_not_counted_down = PyUnicode_InternFromString("_not_counted_down"));
@@ -95,7 +97,8 @@ static int pool(PyObject *attachment, PyObject *hold)
 {
     PyObject *list = PyObject_GetAttr(attachment, name_holds);
     if (!list) return -1;
-    int rc = PyList_Size(list) < POOLED ? PyList_Append(list, hold) : 0;
+    Py_ssize_t n = PyList_Size(list);
+    int rc = n < 0 ? -1 : n < POOLED ? PyList_Append(list, hold) : 0;
     Py_DECREF(list);
     return rc;
 }
@@ -106,30 +109,45 @@ shmc_owner *owner_of(PyObject *hold)
     return at ? PyLong_AsVoidPtr(at) : NULL;
 }
 
+/* Give back what a hold holds, which is off the list of `self` and goes back there when that fails. The fields
+ * of an object may change while the GIL is away: the caller keeps these. */
+static PyObject *give_back_one(PyObject *self, PyObject *holds, PyObject *attachment, PyObject *hold, PyObject *failed)
+{
+    shmc *h = ((held_object *)self)->h;
+    shmc_owner *owner = owner_of(hold);
+    if (PyErr_Occurred()) return NULL;
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = shmc_release(h, &owner, 1);
+    Py_END_ALLOW_THREADS
+    if (rc >= 0) return pool(attachment, hold) ? NULL : (Py_INCREF(Py_None), Py_None);
+    PyObject *status = PyList_Append(holds, hold) ? NULL : PyLong_FromLong(rc);
+    PyObject *out = status ? PyObject_CallMethodObjArgs(self, failed, status, NULL) : NULL;
+    Py_XDECREF(status);
+    return out;
+}
+
 /* Give back the last hold of an object that is like most; `failed` is its method that takes a status, `slowly`
  * the one for all others. From the moment the hold is off the list it is in `hold`, whose owner gives back
  * by itself what it still has. */
 static PyObject *give_back(PyObject *self, Py_ssize_t most, PyObject *failed, PyObject *slowly)
 {
     held_object *o = (held_object *)self;
-    Py_ssize_t n = o->holds ? PyList_Size(o->holds) : 0;
-    if (n < 1 || n > most || !o->h || o->more != Py_None) return PyObject_CallMethodObjArgs(self, slowly, NULL);
-    PyObject *hold = PyObject_CallMethodObjArgs(o->holds, name_pop, NULL);
-    if (!hold) return NULL;                 /* without a GIL, another thread may be first: IndexError */
-    shmc_owner *owner = owner_of(hold);
-    PyObject *out = NULL;
-    int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = shmc_release(o->h, &owner, 1);
-    Py_END_ALLOW_THREADS
-    if (rc >= 0) {
-        if (!pool(o->attachment, hold)) { out = Py_None; Py_INCREF(out); }
-    } else if (!PyList_Append(o->holds, hold)) {
-        PyObject *status = PyLong_FromLong(rc);
-        if (status) out = PyObject_CallMethodObjArgs(self, failed, status, NULL);
-        Py_XDECREF(status);
+    Py_ssize_t n = o->holds && PyList_Check(o->holds) ? PyList_Size(o->holds) : 0;
+    if (n < 1 || n > most || !o->h || !o->attachment || o->more != Py_None) return PyObject_CallMethodObjArgs(self, slowly, NULL);
+    PyObject *holds = o->holds, *attachment = o->attachment, *out = NULL;
+    Py_INCREF(holds);
+    Py_INCREF(attachment);
+    PyObject *hold = PyObject_CallMethodObjArgs(holds, name_pop, NULL);
+    if (hold) {
+        out = give_back_one(self, holds, attachment, hold, failed);
+        Py_DECREF(hold);
+    } else if (PyErr_ExceptionMatches(PyExc_IndexError)) {      /* without a GIL, another thread may be first */
+        PyErr_Clear();
+        out = PyObject_CallMethodObjArgs(self, slowly, NULL);
     }
-    Py_DECREF(hold);
+    Py_DECREF(attachment);
+    Py_DECREF(holds);
     return out;
 }
 
@@ -139,12 +157,14 @@ static PyObject *held_count_down(PyObject *self, PyObject *unused)
     return give_back(self, PY_SSIZE_T_MAX, name_not_counted_down, name_count_down_slowly);
 }
 
-static PyObject *held_release(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *held_release(PyObject *self, PyObject *const *arg, Py_ssize_t given, PyObject *keywords)
 {
-    PyObject *after = Py_None;
-    static char *keywords[] = {"after", NULL};
-    if ((PyTuple_Size(args) || kwargs) && !PyArg_ParseTupleAndKeywords(args, kwargs, "|O:release", keywords, &after)) return NULL;
-    if (after != Py_None) return PyObject_CallMethodObjArgs(self, name_release_slowly, after, NULL);
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    if (given + named > 1 || (named && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "after"))) {
+        PyErr_SetString(PyExc_TypeError, "release() takes one argument, after");
+        return NULL;
+    }
+    if (given + named && arg[0] != Py_None) return PyObject_CallMethodObjArgs(self, name_release_slowly, arg[0], NULL);
     return give_back(self, 1, name_not_released, name_release_slowly);
 }
 
@@ -152,7 +172,7 @@ static PyMethodDef held_methods[] = {
     {"ref_count_down", held_count_down, METH_NOARGS, PyDoc_STR(
         "ref_count_down($self, /)\n--\n\n"
         "Give back one reference of this object; StaleHandleError when it has none.")},
-    {"release", (PyCFunction)(void (*)(void))held_release, METH_VARARGS | METH_KEYWORDS, PyDoc_STR(
+    {"release", (PyCFunction)(void (*)(void))held_release, METH_FASTCALL | METH_KEYWORDS, PyDoc_STR(
         "release($self, after=None)\n--\n\n"
         "Give back all that this object still holds, pins too. Doing it again does nothing.\n\n"
         "Parameters\n----------\nafter\n"
@@ -178,16 +198,21 @@ held_object *object_new(PyObject *module, shmc *h, PyObject *const *of, PyObject
         PyErr_SetString(PyExc_TypeError, "the class of an object is one below Held");
         return NULL;
     }
+    Py_INCREF(hold);        /* of a list, which the collector, and so anybody, may change before it is in its own */
     held_object *o = (held_object *)PyType_GenericAlloc((PyTypeObject *)of[CLASS], 0);
-    if (!o) return NULL;
+    PyObject *holds = o ? PyList_New(1) : NULL;
+    *part = holds ? PyObject_New(part_object, s->part) : NULL;
+    if (!*part) {
+        Py_DECREF(hold);
+        Py_XDECREF(holds);
+        Py_XDECREF(o);
+        return NULL;
+    }
+    PyList_SetItem(holds, 0, hold);
+    (*part)->part.published = 0;      /* until the call has found it */
     o->h = h;
-    *part = PyObject_New(part_object, s->part);
     o->part = (PyObject *)*part;
-    o->holds = PyList_New(1);
-    if (!o->part || !o->holds) { Py_DECREF(o); return NULL; }
-    (*part)->part.published = 0;
-    Py_INCREF(hold);
-    PyList_SetItem(o->holds, 0, hold);
+    o->holds = holds;
     Py_INCREF(of[ATTACHMENT]);
     o->attachment = of[ATTACHMENT];
     Py_INCREF(of[NAMESPACE]);

@@ -60,7 +60,6 @@ _SOFT = (ShmCacheError, ValueError, TypeError)  # the last two: keys that cannot
 _HAS_STREAMS = torch.version.cuda is not None or torch.version.hip is not None  # of this build of torch
 
 F = TypeVar("F", bound=Callable[..., Any])
-_T = TypeVar("_T")
 
 
 class ShmMemoryObj(TensorMemoryObj):
@@ -106,7 +105,7 @@ class ShmMemoryObj(TensorMemoryObj):
         except SegmentClosedError:
             return
         except ShmCacheError as e:
-            _goes_on("ref_count_down", e)
+            _say("ref_count_down", e)
 
     def pin(self) -> bool:
         """False where the segment fails, which is logged."""
@@ -115,7 +114,7 @@ class ShmMemoryObj(TensorMemoryObj):
         except SegmentClosedError:
             return False
         except ShmCacheError as e:
-            _goes_on("pin", e)
+            _say("pin", e)
             return False
 
     def unpin(self) -> bool:
@@ -125,7 +124,7 @@ class ShmMemoryObj(TensorMemoryObj):
         except SegmentClosedError:
             return False
         except ShmCacheError as e:
-            _goes_on("unpin", e)
+            _say("unpin", e)
             return False
 
     def _counts(self) -> tuple[int, int]:
@@ -160,10 +159,20 @@ MemoryAllocatorInterface.register(MixedMemoryAllocator)
 _logged_at: dict[str, float] = {}
 
 
-def _goes_on(what: str, e: Exception) -> None:
-    """The engine goes on without the cache, which is said now and then; with a closed one it does not."""
+def _goes_on(what: str, e: Exception) -> bool:
+    """The engine goes on without the cache, which is said; with a closed one it does not.
+
+    Whoever asks raises the error itself: raised from here, `e` and this frame would keep each other, and with
+    them the objects of every caller, until a collection.
+    """
     if isinstance(e, SegmentClosedError):
-        raise e
+        return False
+    _say(what, e)
+    return True
+
+
+def _say(what: str, e: Exception) -> None:
+    """Now and then, not each time."""
     now = time.monotonic()
     if now - _logged_at.get(what, -_LOG_EVERY) >= _LOG_EVERY:
         _logged_at[what] = now
@@ -181,7 +190,8 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
             try:
                 return await method(self, *args, **kwargs)
             except _SOFT as e:
-                _goes_on(method.__name__, e)
+                if not _goes_on(method.__name__, e):
+                    raise
                 return answer(*args, *kwargs.values())
 
         return cast(F, waiting)
@@ -191,7 +201,8 @@ def _soft(method: F, answer: Callable[..., Any]) -> F:
         try:
             return method(self, *args, **kwargs)
         except soft as e:
-            _goes_on(method.__name__, e)
+            if not _goes_on(method.__name__, e):
+                raise
             return answer(*args, *kwargs.values())
 
     return cast(F, calling)
@@ -227,12 +238,9 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
                 self.close()
             raise
 
-    def _instead(self, what: str, error: Exception, answer: _T) -> _T:
-        """What the calls of one chunk answer where the segment fails; for all others see `_soft`."""
-        if not isinstance(error, _SOFT):
-            raise error
-        _goes_on(what, error)
-        return answer
+    def _goes_on(self, what: str, error: Exception) -> bool:
+        """So do the calls of one chunk where the segment fails; for all others see `_soft`."""
+        return isinstance(error, _SOFT) and _goes_on(what, error)
 
     def put_behind_copies(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
         """See `submit_put_task`; the bytes are complete first."""
@@ -254,7 +262,8 @@ class ShmLocalCPUBackend(SharedCPUBackend, LocalCPUBackend):  # type: ignore[mis
         try:
             found = await SharedCPUBackend.batched_get_non_blocking(self, lookup_id, keys, transfer_spec)
         except _SOFT as e:
-            _goes_on("batched_get_non_blocking", e)
+            if not _goes_on("batched_get_non_blocking", e):
+                raise
         if len(found) < len(keys) and lookup_id == _LAYERWISE_ID:
             release_many(found)
             raise KeyError(f"layer {getattr(keys[0], 'layer_id', '?')}: {len(keys) - len(found)} chunks went meanwhile")

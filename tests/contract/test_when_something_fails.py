@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -220,3 +223,53 @@ def test_the_key_of_a_tag_that_is_no_str_is_stored_or_refused_but_breaks_nothing
     key = CacheEngineKey("test_model", 3, 0, 5, BF16, {"lmcache.tag.n": 7})
     backend.submit_put_task(key, backend.allocate(SHAPE, BF16))
     assert backend.contains(key) and backend.get_keys() == [key]
+
+
+def test_a_call_that_fails_keeps_nothing_of_its_caller(shared: SegmentKit) -> None:
+    """Holds go with their object: an error that keeps itself would keep the caller's frame, and all in it."""
+    backend = shared.backend()
+    space = backend._space
+    key = shared.key(1, 7)  # a rank of another host
+
+    def caller() -> None:
+        obj = shared.obj(backend)
+        assert space.cache.stats().counts.holds == 1
+        backend.submit_put_task(key, obj)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            caller()
+            pytest.fail("it was stored")
+        assert space.cache.stats().counts.holds == 0
+    finally:
+        gc.enable()
+
+
+def test_a_call_keeps_the_attachment_that_it_asks(shared: SegmentKit) -> None:
+    """Another thread may attach again at any time: the handle would be freed under the call."""
+
+    class Key:
+        """A key whose hash takes long: meanwhile the process attaches again."""
+
+        def __init__(self, key: Any) -> None:
+            self.key = key
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "chunk_hash":
+                cache = backend.cache
+                old.append(weakref.ref(cache._attachment))
+                cache._reattach(cache._attachment)
+                gc.collect()
+                alive.append(old[-1]() is not None)
+            return getattr(self.key, name)
+
+    old: list[Any] = []
+    alive: list[bool] = []
+    backend = shared.backend()
+    shared.fill(backend, [1])
+    with contextlib.suppress(errors.ShmCacheError):
+        backend.contains(Key(shared.key(1)))
+    with contextlib.suppress(errors.ShmCacheError):
+        backend.unpin(Key(shared.key(1)))
+    assert alive and all(alive)
