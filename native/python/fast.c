@@ -1,9 +1,8 @@
 /* fast.c -- the module shmcache._shmfast: calls of one key or one object, without cffi's way in.
  *
- * An empty call through cffi with six arguments takes 200 ns (one of none 70), three times what most
- * calls of one key do in the core: arguments go through a tuple and a generic conversion each. The calls
- * here take a vector, and addresses as plain ints; a call is otherwise what cffi makes of it, the GIL is
- * given up around it, and what it answers is the status of shmcache.h.
+ * cffi's way in, by a tuple and a generic conversion of each argument, costs more than most calls of one
+ * key do in the core. The calls here take a vector, and addresses as plain ints; a call is otherwise what
+ * cffi makes of it, the GIL is given up around it, and what it answers is the status of shmcache.h.
  *
  *   contains(handle, namespace, key, part)                              1, 0 or an error
  *   get(handle, namespace, key, part, *object)                          an object, or a status

@@ -38,6 +38,7 @@ static void op_alloc_batch(void) { want(alloc_many(SOME, 12, 0), SHMC_OK); }
 static void op_alloc_batch_evicts(void) { want(alloc_many(BIG, 4, 0), SHMC_OK); }
 static void op_alloc_batch_fails(void) { want(alloc_many(BIG, 23, 0), SHMC_FULL); }
 static void op_alloc_batch_scatters(void) { want(alloc_many(20, 4, SHMC_F_NO_EVICT), SHMC_FULL); }
+static void op_alloc_batch_restarts(void) { want(alloc_many(32, 12, 0), SHMC_OK); }
 static void op_alloc_no_evict(void) { want(try_alloc(&X[20], W.one, BIG, 60, 0, SHMC_F_NO_EVICT), SHMC_FULL); }
 
 /* 28 granules free in each region: in total enough for four of 20, in pieces for three. */
@@ -309,6 +310,7 @@ const struct crash_case CASES[] = {
     {"alloc, evicting a run", "shmc_alloc", w_full_held, NULL, op_alloc_run, ALL},
     {"alloc, batch that cannot fit", "shmc_alloc", w_full_held, NULL, op_alloc_batch_fails, NONE},
     {"alloc, batch that fragments stop", "shmc_alloc", w_empty, s_fragments, op_alloc_batch_scatters, 0},
+    {"alloc, batch that starts again", "shmc_alloc", w_speck, NULL, op_alloc_batch_restarts, 0},
     {"alloc, without eviction", "shmc_alloc", w_full, NULL, op_alloc_no_evict, NONE},
     {"alloc, wants a region", "shmc_alloc", w_two_regions, NULL, op_alloc_grow, NONE},
     {"alloc, evicts rather than grows", "shmc_alloc", w_two_regions, NULL, op_alloc_stay, 0},

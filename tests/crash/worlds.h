@@ -11,6 +11,7 @@ extern struct obj X[32];                 /* the victim's objects, or what the su
 extern shmc_owner *L;                    /* a lookup */
 
 void w_empty(uint32_t policy);
+void w_speck(uint32_t policy);           /* key 1, of one granule, at the start */
 void w_few(uint32_t policy);             /* keys 1, 2, 3 side by side; key 10 complete in `two`, key 11 with part 0 only */
 void w_hole(uint32_t policy);            /* the same without key 2 */
 void w_full(uint32_t policy);            /* frequencies and recency differ */
